@@ -1,13 +1,12 @@
-"""What no strategy changes: options, data, model, schedule, evaluation, checkpoints and log lines.
-
-All it knows of distributed training is a handful of sums and broadcasts, each behind `dist.is_initialized()`.
-"""
+"""What no strategy changes: options, data, model, schedule, evaluation, checkpoints and log lines."""
 import argparse
 import json
 import math
 import os
+import pickle
 import sys
 import tempfile
+import textwrap
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -54,6 +53,14 @@ def fail(message):
     raise SystemExit(2)
 
 
+def gather(value):
+    """Every rank's value (anything that can be pickled), in order of rank."""
+    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
 @contextmanager
 def fail_together(what):
     """A user's error inside, on any rank, ends all ranks with that one line. All ranks wait for each other here."""
@@ -61,13 +68,9 @@ def fail_together(what):
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
-        message = f"{what}: {error}"
-    if dist.is_initialized():
-        messages = [None] * dist.get_world_size()
-        dist.all_gather_object(messages, message)
-        message = next(filter(None, messages), None)
-    if message:
-        fail(message)
+        message = textwrap.shorten(f"{what}: {error}", 300)  # one line
+    if messages := list(filter(None, gather(message))):
+        fail(messages[0])
 
 
 def over_ranks(*values, device, op=dist.ReduceOp.SUM):
@@ -88,32 +91,32 @@ def parse_args(script, argv=None):
     script = Path(script).name
     parser = argparse.ArgumentParser(
         usage=f"{'torchrun --nproc_per_node=N' if script == 'ddp_torchrun.py' else 'python'} {script} [options]",
-        description="Trains a ResNet. All four scripts take these options, and train the same model with them.",
+        description="Trains a ResNet. All four scripts take these options, to the same effect. Defaults in brackets.",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=32), allow_abbrev=False)
     parser.error = lambda message: fail(message.removeprefix("argument ") + " (--help shows all options)")
     resnets = torchvision.models.list_models(torchvision.models, include=["resne*", "wide_resne*"])
     modes = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
     add = parser.add_argument_group("data and model").add_argument
-    add("--data", default="synthetic", help="synthetic (default), cifar10, or a folder with train/<class>/ and val/<class>/")
+    add("--data", default="synthetic", help="synthetic, cifar10, or a folder with train/CLASS/, val/CLASS/ (synthetic)")
     add("--data-dir", default="./data", help="where cifar10 lies or is downloaded to (./data)")
     add("--image-size", type=int, help="pixels: 16 synthetic, 32 cifar10, 224 folder")
     add("--model", default="resnet18", choices=resnets, metavar="NAME", help="any torchvision ResNet (resnet18)")
-    add("--norm", default="batch", choices=["batch", "sync", "group"], help="batch: statistics per device and micro-batch "
-        "(default); sync: SyncBatchNorm, on GPUs; group: no batch statistics, all strategies agree to rounding")
+    add("--norm", default="batch", choices=["batch", "sync", "group"], help="batch: statistics per device and "
+        "micro-batch; sync: SyncBatchNorm, on GPUs; group: no batch statistics, so all strategies agree (batch)")
     add = parser.add_argument_group("training").add_argument
     add("--epochs", type=int, help="4 synthetic, 15 cifar10, 90 folder")
     add("--batch-size", type=int, help="images per optimizer step over ALL devices (256, 64 synthetic)")
     add("--accum", type=int, default=1, help="micro-batches that a step is cut into, to fit memory (1)")
     add("--lr", type=float, default=0.1, help="peak learning rate for 256 images a step (0.1)")
-    add("--lr-scaling", default="linear", choices=["linear", "sqrt", "none"], help="how it grows with batch/256 (linear)")
+    add("--lr-scaling", default="linear", choices=["linear", "sqrt", "none"], help="its growth with batch/256 (linear)")
     add("--warmup-epochs", type=float, default=1.0, help="of linear warm-up, then cosine to 0 (1)")
-    add("--weight-decay", type=float, default=5e-4, help="5e-4")
-    add("--label-smoothing", type=float, default=0.1, help="0.1")
-    add("--seed", type=int, default=0, help="0")
+    add("--weight-decay", type=float, default=5e-4, help="on all parameters (5e-4)")
+    add("--label-smoothing", type=float, default=0.1, help="of the training loss (0.1)")
+    add("--seed", type=int, default=0, help="of weights, order and augmentation (0)")
     add = parser.add_argument_group("speed").add_argument
-    add("--precision", default="auto", choices=["auto", "fp64", "fp32", "bf16", "fp16"], help="auto: bf16 where the GPU has "
-        "it, else fp32 (default); fp16: with a loss scaler; fp64: proves equality")
-    add("--compile", nargs="?", const="default", choices=modes, metavar="MODE", help=f"torch.compile: {', '.join(modes)}")
+    add("--precision", default="auto", choices=["auto", "fp64", "fp32", "bf16", "fp16"],
+        help="auto: bf16 where the GPU has it, else fp32; fp16: with a loss scaler; fp64: to prove equality (auto)")
+    add("--compile", nargs="?", const="default", choices=modes, metavar="MODE", help="torch.compile, in this mode")
     add("--workers", type=int, help="loader processes per training process (CPUs / processes)")
     add("--deterministic", action="store_true", help="the same bits in every run, at some cost on a GPU")
     add = parser.add_argument_group("checkpoints and log").add_argument
@@ -137,7 +140,7 @@ def parse_args(script, argv=None):
             fail(f"--{option.replace('_', '-')} {value} is out of range: give {least} to {most}")
     for folder in (Path(args.data, "train"), Path(args.data, "val")):
         if args.data not in DEFAULTS and not folder.is_dir():
-            fail(f"--data {args.data}: there is no folder {folder}; give synthetic, cifar10, or a folder that has it")
+            fail(f"--data {args.data}: there is no folder {folder}; give a folder that has it, synthetic or cifar10")
     for option, file in (("--checkpoint", args.checkpoint), ("--log-file", args.log_file)):
         if file and (Path(file).is_dir() or not Path(file).parent.is_dir()):
             fail(f"{option} {file}: give the name of a file in a folder that exists")
@@ -231,19 +234,19 @@ class Folder(ImageFolder):
     """
 
     def __init__(self, args, part, classes=None):
-        self.seed, self.classes_of_train = args.seed, classes
+        self.seed, self.known_classes = args.seed, classes
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # loader workers that live on see it change
         super().__init__(Path(args.data, part), build_transform(args.image_size, part == "train"), loader=load_image,
                          allow_empty=True)
-        for label, name in enumerate(self.classes):
-            if label not in self.targets and Path(self.root, name).is_dir():
+        for name in set(self.classes) - {self.classes[label] for label in set(self.targets)}:
+            if Path(self.root, name).is_dir():
                 raise ValueError(f"{Path(self.root, name)} holds no images; fill it or remove it")
 
     def find_classes(self, directory):
         found = sorted(path.name for path in Path(directory).iterdir() if path.is_dir() and path.name[0] != ".")
-        classes = self.classes_of_train or found
         if not found:
             raise ValueError(f"{directory} has no class folders")
+        classes = self.known_classes or found
         if unknown := set(found) - set(classes):
             raise ValueError(f"{Path(directory, min(unknown))} is a class that train/ does not have")
         return classes, {name: label for label, name in enumerate(classes)}
@@ -312,19 +315,19 @@ def download_cifar10(folder):
                 os.rename(Path(temporary, CIFAR10.base_folder), target)
 
 
-def build_datasets(args, device, local_rank=0):
+def build_datasets(args, device):
     """The training and the validation set. To train on your own data, change this function.
 
     Both have `classes` (names) and give (image, label): uint8 [3, size, size] and int. The training set has
-    `set_epoch(epoch)`. local_rank: this process's number on its machine; 0 downloads. Raises SystemExit (code 2).
+    `set_epoch(epoch)`. Raises SystemExit (code 2) on every rank alike.
     """
     if args.data == "cifar10":
         with fail_together(f"--data cifar10: no download; put {CIFAR10.base_folder} into {args.data_dir} yourself"):
-            if local_rank == 0:
+            if int(os.environ.get("LOCAL_RANK", get_rank())) == 0:  # one process on each machine
                 download_cifar10(args.data_dir)
     with fail_together(f"--data {args.data}"):
         if args.data in DEFAULTS:
-            load = {"synthetic": synthetic_images, "cifar10": cifar10_images}[args.data]
+            load = synthetic_images if args.data == "synthetic" else cifar10_images
             train_set, val_set = (ImagesInMemory(*load(args, train), args, device, train) for train in (True, False))
         else:
             train_set = Folder(args, "train")
@@ -338,7 +341,8 @@ def loader_options(args, dataset):
     """Arguments for the DataLoader of a data set."""
     if isinstance(dataset, ImagesInMemory):  # gives whole batches, which are on the device
         return {"collate_fn": lambda batch: batch}
-    return {"num_workers": args.workers, "persistent_workers": args.workers > 0, "pin_memory": torch.cuda.is_available()}
+    gpu = torch.cuda.is_available()
+    return {"num_workers": args.workers, "persistent_workers": args.workers > 0, "pin_memory": gpu}
 
 
 # -- model -------------------------------------------------------------------------------------------------------------
@@ -363,7 +367,7 @@ class Classifier(nn.Module):
 
 
 def build_model(args, num_classes):
-    """The model, on the CPU. To train your own network, from float images [B, 3, H, W] to logits, change this function."""
+    """The model, on the CPU. To train your own network (from float [B, 3, H, W] to logits), change this function."""
     norm_layer = {"batch": nn.BatchNorm2d, "sync": nn.SyncBatchNorm, "group": partial(nn.GroupNorm, 32)}[args.norm]
     net = torchvision.models.get_model(args.model, num_classes=num_classes, norm_layer=norm_layer)
     if args.image_size <= SMALL_IMAGE:  # the ImageNet stem would shrink a small image to a quarter at once
@@ -397,8 +401,8 @@ def learning_rate(args, step, steps_per_epoch):
 def evaluate(model, loader, device):
     """Evaluate the bare model on the images in loader: under DDP this rank's share, of any size.
 
-    Returns val_loss (mean cross-entropy), val_top1 and val_top5 (0 to 1; val_top5 is over min(5, classes)) and
-    val_images (how many were evaluated): the same on every rank.
+    Returns, on every rank alike, val_loss (mean cross-entropy), val_top1 and val_top5 (0 to 1; val_top5 is over
+    min(5, classes)) and val_images (how many were evaluated).
     """
     if dist.is_initialized():
         for buffer in model.buffers():  # BatchNorm statistics differ between ranks; rank 0's are the ones saved
@@ -443,16 +447,19 @@ def load_checkpoint(args, model, optimizer, scaler):
     received = [None]
     with fail_together(f"--checkpoint {args.checkpoint}"):
         if get_rank() == 0 and (args.eval_only or Path(args.checkpoint).exists()):
-            received = [read_checkpoint(args.checkpoint)]
+            try:
+                received[0] = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+                received[0]["net"], received[0]["optimizer"], received[0]["epoch"], received[0]["args"]["model"]
+            except (EOFError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+                raise ValueError("damaged, or not a checkpoint of these scripts") from error
     if dist.is_initialized():
         dist.broadcast_object_list(received, src=0)
     checkpoint = received[0]
     if checkpoint is None:
         say(f"there is no {args.checkpoint} to resume from, so training starts anew")
         return range(1, args.epochs + 1)
-    held = checkpoint["args"]
-    with fail_together(f"--checkpoint {args.checkpoint} is of another network (--model {held['model']} --norm "
-                       f"{held['norm']} --data {held['data']} --image-size {held['image_size']})"):
+    held = " ".join(f"{name} {checkpoint['args'].get(name)}" for name in ("data", "image_size", "model", "norm"))
+    with fail_together(f"--checkpoint {args.checkpoint} holds another network ({held})"):
         model.net.load_state_dict(checkpoint["net"])
     # Without its param_groups, which would bring the old learning rate and weight decay back.
     optimizer.load_state_dict({**checkpoint["optimizer"], "param_groups": optimizer.state_dict()["param_groups"]})
@@ -463,25 +470,9 @@ def load_checkpoint(args, model, optimizer, scaler):
     return range(first, first if args.eval_only else args.epochs + 1)
 
 
-def read_checkpoint(path):
-    """The dict that save_checkpoint wrote, on the CPU. Raises OSError, or ValueError for a file of another kind."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if {"net", "optimizer", "epoch", "args"} <= checkpoint.keys():
-            return checkpoint
-    except OSError:
-        raise
-    except Exception:  # a damaged file raises almost anything
-        pass
-    raise ValueError("damaged, or not a checkpoint of these scripts")
-
-
 # -- log ---------------------------------------------------------------------------------------------------------------
 class Log:
-    """What a run tells: printed lines, and the same as JSON in --log-file. Every rank calls it, rank 0 alone writes.
-
-    A loss that is not finite ends every rank (SystemExit, code 2, one line on stderr) before it can be saved.
-    """
+    """What a run tells: printed lines, and the same as JSON in --log-file. Every rank calls it, rank 0 alone writes."""
 
     def __init__(self, args, device, steps_per_epoch):
         self.args, self.device, self.steps_per_epoch = args, device, steps_per_epoch
@@ -489,23 +480,22 @@ class Log:
         if args.log_file and get_rank() == 0:
             self.file = open(args.log_file, "a" if args.resume or args.eval_only else "w")
         gpus = range(args.gpus_per_process) if args.gpus_per_process > 1 else [device]
-        names = [torch.cuda.get_device_name(gpu) if device.type == "cuda" else "cpu" for gpu in gpus]
-        devices = [names]
-        if dist.is_initialized():
-            devices = [None] * args.world_size
-            dist.all_gather_object(devices, names)
-        devices = sum(devices, [])
+        devices = sum(gather([torch.cuda.get_device_name(gpu) if device.type == "cuda" else "cpu" for gpu in gpus]), [])
         self.write("start", script=args.script, devices=devices, world_size=args.world_size,
                    global_batch=args.batch_size, per_device_batch=math.ceil(args.batch_size / len(devices)),
                    lr=peak_lr(args), lr_for_256=args.lr, precision=args.precision,
                    epochs=args.epochs, steps=args.epochs * steps_per_epoch)
 
     def write(self, event, **facts):
-        """Print the facts by name, and append the event and its facts to --log-file."""
-        short = {name: f"{fact:.0f}" if fact >= 1000 else f"{fact:.4g}" for name, fact in facts.items() if type(fact) is float}
-        say(", ".join(f"{name} {short.get(name, fact)}" for name, fact in facts.items() if fact is not None))
+        """Print the facts by name and append them to --log-file. A loss that is not finite ends all ranks (code 2)."""
+        floats = {name: fact for name, fact in facts.items() if isinstance(fact, float)}
+        shown = {**facts, **{name: f"{fact:.0f}" if fact >= 1000 else f"{fact:.4g}" for name, fact in floats.items()}}
+        say(", ".join(f"{name} {fact}" for name, fact in shown.items() if fact is not None))
         if self.file:
             print(json.dumps({"event": event, **facts}), file=self.file, flush=True)
+        for name, fact in floats.items():
+            if not math.isfinite(fact):
+                fail(f"{name} is {fact}: lower --lr or raise --warmup-epochs; {self.args.checkpoint} stays as it was")
 
     def start_epoch(self, epoch):
         self.epoch, self.epoch_loss, self.epoch_started = epoch, 0.0, time.perf_counter()
@@ -523,7 +513,6 @@ class Log:
         self.write("step", epoch=self.epoch, step=step, loss=loss_sum / self.steps, lr=lr,
                    images_per_s=self.steps * self.args.batch_size / (now - self.line_ended),
                    eta=str(timedelta(seconds=round(seconds_left))))
-        self.check_finite("loss", loss_sum)
         self.epoch_loss += loss_sum
         self.loss, self.steps, self.line_ended = 0.0, 0, now
 
@@ -534,10 +523,3 @@ class Log:
         peak = over_ranks(peak / 2**20, device=self.device, op=dist.ReduceOp.MAX)[0]
         self.write("epoch", epoch=self.epoch, train_loss=train_loss, **result, seconds=seconds,
                    images_per_s=self.steps_per_epoch * self.args.batch_size / seconds, peak_memory_mb=peak or None)
-        self.check_finite("training loss", train_loss)
-        self.check_finite("validation loss", result["val_loss"])
-
-    def check_finite(self, name, value):
-        if not math.isfinite(value):
-            fail(f"the {name} of epoch {self.epoch} is {value}: lower --lr or raise --warmup-epochs; "
-                 f"{self.args.checkpoint} still holds the last finite epoch, if there was one")

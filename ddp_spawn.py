@@ -6,7 +6,6 @@ import signal
 import tempfile
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,25 +17,25 @@ from torch.utils.data import DataLoader, DistributedSampler
 import common
 
 
-def train(rank, world_size, args, init_method):
+def train(rank, world_size, args, init_method):  # CHANGE 1: mp.spawn calls this once in each process
     # -- device --------------------------------------------------------------------------------------------------------
-    # CHANGE 1: mp.spawn tells each process its rank, which is the number of its GPU too
+    # CHANGE 1: a GPU for each process, and a process group for all
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, without a traceback from each
     device = torch.device(f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method, timedelta(seconds=args.timeout), world_size, rank)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, without a traceback from each
     common.set_up_torch(args)
 
     # -- data ----------------------------------------------------------------------------------------------------------
-    train_set, val_set = common.build_datasets(args, device, local_rank=rank)
-    # CHANGE 3: each rank reads its own share of every global batch and of the validation images
+    train_set, val_set = common.build_datasets(args, device)
+    options = common.loader_options(args, train_set)
+    # CHANGE 3: each rank reads its own share of every global batch, and of the validation images
+    share = args.batch_size // world_size
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-    train_loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True,
-                              **common.loader_options(args, train_set))
-    val_loader = DataLoader(val_set, args.batch_size // world_size, sampler=range(rank, len(val_set), world_size),
-                            **common.loader_options(args, val_set))
+    train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
+    val_loader = DataLoader(val_set, share, sampler=range(rank, len(val_set), world_size), **options)
 
     # -- model ---------------------------------------------------------------------------------------------------------
     model = common.build_model(args, num_classes=len(train_set.classes))
@@ -90,8 +89,9 @@ def main(argv=None):
     args = common.parse_args(__file__, argv)
     world_size = args.nproc_per_node
     common.check_args(args, world_size, local_world_size=world_size)
+    # CHANGE 1: start the processes; they meet in a file, so no port has to be free
     with tempfile.TemporaryDirectory() as folder:
-        init_method = Path(folder, "rendezvous").as_uri()  # the ranks meet in a file: no port to choose, none to be taken
+        init_method = f"file://{folder}/rendezvous"
         ranks = mp.spawn(train, (world_size, args, init_method), nprocs=world_size, join=False)
         try:
             while not ranks.join(grace_period=5):

@@ -20,27 +20,27 @@ def main(argv=None):
     args = common.parse_args(__file__, argv)
 
     # -- device --------------------------------------------------------------------------------------------------------
-    # CHANGE 1: torchrun tells each process in its environment who it is
+    # CHANGE 1: torchrun tells each process who it is; a GPU for each, and a process group for all
     if "LOCAL_RANK" not in os.environ:
         common.fail("ddp_torchrun.py is started by torchrun: torchrun --nproc_per_node=2 ddp_torchrun.py [options]")
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     common.check_args(args, world_size, local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, without a traceback from each
     device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, without a traceback from each
     common.set_up_torch(args)
 
     # -- data ----------------------------------------------------------------------------------------------------------
-    train_set, val_set = common.build_datasets(args, device, local_rank)
-    # CHANGE 3: each rank reads its own share of every global batch and of the validation images
+    train_set, val_set = common.build_datasets(args, device)
+    options = common.loader_options(args, train_set)
+    # CHANGE 3: each rank reads its own share of every global batch, and of the validation images
+    share = args.batch_size // world_size
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-    train_loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True,
-                              **common.loader_options(args, train_set))
-    val_loader = DataLoader(val_set, args.batch_size // world_size, sampler=range(rank, len(val_set), world_size),
-                            **common.loader_options(args, val_set))
+    train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
+    val_loader = DataLoader(val_set, share, sampler=range(rank, len(val_set), world_size), **options)
 
     # -- model ---------------------------------------------------------------------------------------------------------
     model = common.build_model(args, num_classes=len(train_set.classes))

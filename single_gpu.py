@@ -19,12 +19,11 @@ def main(argv=None):
 
     # -- data ----------------------------------------------------------------------------------------------------------
     train_set, val_set = common.build_datasets(args, device)
+    options = common.loader_options(args, train_set)
     shuffle = torch.Generator()
     sampler = RandomSampler(train_set, generator=shuffle)
-    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True,
-                              **common.loader_options(args, train_set))
-    val_loader = DataLoader(val_set, args.batch_size, sampler=range(len(val_set)),
-                            **common.loader_options(args, val_set))
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
+    val_loader = DataLoader(val_set, args.batch_size, sampler=range(len(val_set)), **options)
 
     # -- model ---------------------------------------------------------------------------------------------------------
     model = common.build_model(args, num_classes=len(train_set.classes))

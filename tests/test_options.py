@@ -1,0 +1,120 @@
+"""All four scripts take the same options, and a bad value gets one line and exit code 2 before anything starts."""
+import importlib
+
+import pytest
+from conftest import SCRIPTS
+from torchvision.transforms.functional import to_pil_image
+import torch
+
+BAD = [
+    (["--model", "resnet19"], "resnet19", "resnet18"), (["--batch-size", "0"], "--batch-size 0", "1"),
+    (["--batch-size", "many"], "--batch-size", "many"), (["--accum", "0"], "--accum 0", "1"),
+    (["--batch-size", "12", "--accum", "5"], "--batch-size 12", "use "), (["--epochs", "-1"], "--epochs -1", "1"),
+    (["--image-size", "7"], "--image-size 7", "16"), (["--lr", "nan"], "--lr nan", "0"), (["--lr", "-1"], "--lr -1", "0"),
+    (["--warmup-epochs", "-1"], "--warmup-epochs -1", "0"), (["--label-smoothing", "1.5"], "--label-smoothing 1.5", "1"),
+    (["--weight-decay", "inf"], "--weight-decay inf", "0"), (["--lr-scaling", "cubic"], "cubic", "linear"),
+    (["--norm", "layer"], "layer", "group"), (["--norm", "sync"], "--norm sync", "--norm group"),
+    (["--precision", "fp16"], "--precision fp16", "fp32"), (["--precision", "int8"], "int8", "bf16"),
+    (["--compile", "fast"], "fast", "reduce-overhead"), (["--compile", "reduce-overhead", "--accum", "2"], "--accum 2", "default"),
+    (["--workers", "-1"], "--workers -1", "0"), (["--seed", "-1"], "--seed -1", "0"), (["--timeout", "0"], "--timeout 0", "1"),
+    (["--log-every", "0"], "--log-every 0", "1"), (["--nproc-per-node", "0"], "--nproc-per-node 0", "1"),
+    (["--data", "no/such/folder"], "no/such/folder/train", "synthetic"), (["--checkpoint", "no/such/c.pt"], "no/such/c.pt", "folder"),
+    (["--log-file", "no/such/log"], "no/such/log", "folder"), (["--frobnicate"], "--frobnicate", "--help"),
+]
+
+
+@pytest.fixture(params=SCRIPTS)
+def main(request, monkeypatch):
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        if request.param == "ddp_torchrun.py":
+            monkeypatch.setenv(name, str(value))
+    return importlib.import_module(request.param.removesuffix(".py")).main
+
+
+@pytest.mark.parametrize("options, value, remedy", BAD, ids=lambda part: " ".join(part) if isinstance(part, list) else "")
+def test_a_bad_value_gets_one_line(main, capsys, monkeypatch, options, value, remedy):
+    with pytest.raises(SystemExit, match="2"):
+        main(options)
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert value in err and remedy in err
+    monkeypatch.setenv("RANK", "1")  # rank 0 alone prints it
+    with pytest.raises(SystemExit, match="2"):
+        main(options)
+    assert capsys.readouterr().err == ""
+
+
+def test_help_shows_every_option_on_a_page(main, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 70
+    assert all(len(line) <= 100 for line in lines)
+
+
+def test_torchruns_script_without_torchrun_says_what_to_type(capsys, monkeypatch):
+    import ddp_torchrun
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        ddp_torchrun.main([])
+    assert "torchrun --nproc_per_node=2 ddp_torchrun.py" in capsys.readouterr().err
+
+
+def save_image(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_pil_image(torch.zeros(3, 16, 16, dtype=torch.uint8)).save(path)
+
+
+@pytest.mark.parametrize("fault, named", [
+    ("too few images", "--batch-size 3"), ("no class folders", "train"), ("empty class", "train/b"), ("unknown class", "val/c"),
+    ("empty validation", "val")])
+def test_what_only_the_data_tell_gets_one_line_too(tmp_path, capsys, fault, named):
+    import single_gpu
+    save_image(tmp_path / "data/train/a/1.png")
+    save_image(tmp_path / "data/train/a/2.png")
+    save_image(tmp_path / "data/val/a/1.png")
+    if fault == "no class folders":
+        (tmp_path / "data/train").rename(tmp_path / "data/old")
+        (tmp_path / "data/train/.hidden").mkdir(parents=True)
+    if fault == "empty class":
+        (tmp_path / "data/train/b").mkdir()
+    if fault == "unknown class":
+        save_image(tmp_path / "data/val/c/1.png")
+    if fault == "empty validation":
+        (tmp_path / "data/val/a/1.png").unlink()
+    with pytest.raises(SystemExit, match="2"):
+        single_gpu.main(["--data", str(tmp_path / "data"), "--batch-size", "3", "--image-size", "16"])
+    err = capsys.readouterr().err
+    assert named in err and err.count("\n") == 1
+
+
+def test_a_class_that_val_lacks_keeps_trains_numbers(tmp_path):
+    import argparse
+
+    import common
+    for name in ("train/a/1.png", "train/b/1.png", "train/c/1.png", "val/c/1.png"):
+        save_image(tmp_path / name)
+    args = argparse.Namespace(data=str(tmp_path), image_size=16, seed=0, batch_size=1)
+    train_set, val_set = common.build_datasets(args, torch.device("cpu"))
+    assert train_set.classes == val_set.classes == ["a", "b", "c"]
+    assert val_set[0][1] == 2
+
+
+def test_a_broken_image_is_named(tmp_path):
+    import common
+    (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8\xff not a photograph")
+    with pytest.raises(RuntimeError, match="broken.jpg"):
+        common.load_image(tmp_path / "broken.jpg")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_default_command_learns_the_synthetic_data(tmp_path, script):
+    from conftest import launch
+    run = launch(tmp_path, script)
+    assert run.code == 0, run.err
+    top1 = [epoch["val_top1"] for epoch in run.records("epoch")]
+    assert top1[0] < 0.7 and top1[-1] >= 0.95
+    assert all(word in run.out for word in ("loss", "images_per_s", "eta", "val_top1"))
+    assert sum(epoch["seconds"] for epoch in run.records("epoch")) < 60
