@@ -53,7 +53,7 @@ class Run:
 
     @property
     def checkpoint(self):
-        return torch.load(self.folder / "checkpoint.pt", weights_only=True)
+        return torch.load(self.folder / "checkpoint.pt", map_location="cpu", weights_only=True)
 
     @property
     def notes(self):

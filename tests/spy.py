@@ -52,7 +52,7 @@ def note_wrapper(ddp, model):
 
 
 def note_step(result, *arguments):
-    weights = hashlib.sha1(b"".join(parameter.detach().numpy().tobytes() for parameter in seen["model"].parameters()))
+    weights = hashlib.sha1(b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in seen["model"].parameters()))
     notes["weights"].append(weights.hexdigest())
     notes["gradients_sent"].append(seen["gradients"])
     seen["gradients"] = 0

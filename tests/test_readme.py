@@ -1,0 +1,76 @@
+"""The README's diffs, options and commands are the real ones. `python tests/test_readme.py` writes them anew."""
+import contextlib
+import io
+import re
+import subprocess
+
+import pytest
+from conftest import ROOT, SCRIPTS
+
+import common
+
+README = ROOT / "README.md"
+MARK = r"<!-- {} -->\n.*?<!-- end -->\n"
+
+
+def real_diff(old, new):
+    command = ["diff", "-U1", "-F", "# --", "--label", old, "--label", new, ROOT / old, ROOT / new]
+    return f"```diff\n{subprocess.run(command, capture_output=True, text=True).stdout}```\n"
+
+
+def options():
+    """For each option of the parser: its name, its default and what --help says of it."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "500")
+        common.parse_args("single_gpu.py", ["--help"])
+    return [(name, text) for name, text in re.findall(r"^  (--\S+).*?\s{2,}(\S.*)$", out.getvalue(), re.MULTILINE)]
+
+
+def real_options():
+    rows = "".join(f"| `{name.rstrip(',')}` | {text} |\n" for name, text in options())
+    return f"| option | meaning (default) |\n|---|---|\n{rows}"
+
+
+def generated():
+    """Each part of the README that is written by this file: its mark and what has to stand there."""
+    pairs = [("single_gpu.py", "dataparallel.py"), ("single_gpu.py", "ddp_spawn.py"), ("ddp_spawn.py", "ddp_torchrun.py")]
+    return {"options": real_options(), **{f"diff {old} {new}": real_diff(old, new) for old, new in pairs}}
+
+
+@pytest.mark.parametrize("name", generated())
+def test_what_is_generated_is_up_to_date(name):
+    part = f"<!-- {name} -->\n{generated()[name]}<!-- end -->\n"
+    assert part in README.read_text(), "run: python tests/test_readme.py"
+
+
+def test_every_option_stands_in_the_table():
+    args = vars(common.parse_args("single_gpu.py", []))
+    assert {name[2:].rstrip(",").replace("-", "_") for name, _ in options()} == args.keys() - {"script"}
+
+
+def test_the_defaults_that_help_names_are_the_real_ones():
+    args = common.parse_args("single_gpu.py", [])
+    for name, text in options():
+        value, told = getattr(args, name[2:].rstrip(",").replace("-", "_")), re.search(r"\(([^()]*)\)$", text)
+        if value and value is not True and told and "GPUs" not in told[1]:
+            assert str(value) in told[1].replace("5e-4", "0.0005") or float(re.search(r"[\d.]+", told[1])[0]) == value, name
+
+
+def test_commands_use_real_options_and_real_files():
+    known = {name.rstrip(",") for name, _ in options()} | {"--nproc_per_node", "--standalone"}
+    text = re.sub(MARK.format(".*?"), "", README.read_text(), flags=re.DOTALL)
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) <= known
+    assert all((ROOT / name).exists() for name in re.findall(r"`?((?:tests/)?\w+\.(?:py|txt))\b", text))
+    assert all(script in text for script in SCRIPTS)
+
+
+def test_ci_runs_the_readmes_test_command():
+    assert len(re.findall(r"python -m pytest$", README.read_text(), re.MULTILINE)) == 1
+    assert "grep 'python -m pytest$' README.md" in (ROOT / ".ci/run").read_text()
+
+
+if __name__ == "__main__":
+    text = README.read_text()
+    for name, part in generated().items():
+        text = re.sub(MARK.format(re.escape(name)), lambda _: f"<!-- {name} -->\n{part}<!-- end -->\n", text, flags=re.DOTALL)
+    README.write_text(text)
