@@ -116,7 +116,7 @@ def parse_args(script, argv=None):
     add = parser.add_argument_group("speed").add_argument
     add("--precision", default="auto", choices=["auto", "fp64", "fp32", "bf16", "fp16"],
         help="auto: bf16 where the GPU has it, else fp32; fp16: with a loss scaler; fp64: to prove equality (auto)")
-    add("--compile", nargs="?", const="default", choices=modes, metavar="MODE", help="torch.compile the model for training (off)")
+    add("--compile", nargs="?", const="default", choices=modes, metavar="MODE", help="torch.compile the training (off)")
     add("--workers", type=int, help="loader processes per training process (CPUs / processes)")
     add("--deterministic", action="store_true", help="the same bits in every run, at some cost on a GPU")
     add = parser.add_argument_group("checkpoints and log").add_argument
@@ -139,11 +139,12 @@ def parse_args(script, argv=None):
         if value is not None and not least <= value <= most:
             fail(f"--{option.replace('_', '-')} {value} is out of range: give {least} to {most}")
     for folder in (Path(args.data, "train"), Path(args.data, "val")):
-        if args.data not in DEFAULTS and not folder.is_dir():
+        if args.data not in DEFAULTS and get_rank() == 0 and not folder.is_dir():
             fail(f"--data {args.data}: there is no folder {folder}; give a folder that has it, synthetic or cifar10")
     for option, file in (("--checkpoint", args.checkpoint), ("--log-file", args.log_file)):
-        if file and (Path(file).is_dir() or not Path(file).parent.is_dir()):
-            fail(f"{option} {file}: give the name of a file in a folder that exists")
+        folder = Path(file or ".").parent
+        if file and get_rank() == 0 and (Path(file).is_dir() or not os.access(folder, os.W_OK)):
+            fail(f"{option} {file}: give the name of a file in a folder that exists and can be written to")
     args.script = script
     return args
 
@@ -271,7 +272,7 @@ def load_image(path):
         with Image.open(path) as image:
             if image.mode[0] in "IF":
                 raise ValueError(f"more than 8 bits a channel (mode {image.mode}); convert it to 8 bits")
-            return image.convert("RGB")
+            return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, ... for a broken file
         raise RuntimeError(f"{path}: cannot read this image: {error}") from None
 

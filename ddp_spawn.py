@@ -21,11 +21,13 @@ def train(rank, world_size, args, init_method):  # CHANGE 1: mp.spawn calls this
     # -- device --------------------------------------------------------------------------------------------------------
     # CHANGE 1: a GPU for each process, and a process group for all
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, without a traceback from each
-    device = torch.device(f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not mp.parent_process().is_alive():
+        return  # killed before it could take this process along
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method, timedelta(seconds=args.timeout), world_size, rank)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     common.set_up_torch(args)
 
     # -- data ----------------------------------------------------------------------------------------------------------
@@ -88,17 +90,16 @@ def train(rank, world_size, args, init_method):  # CHANGE 1: mp.spawn calls this
 def main(argv=None):
     args = common.parse_args(__file__, argv)
     world_size = args.nproc_per_node
-    common.check_args(args, world_size, local_world_size=world_size)
+    common.check_args(args, world_size, world_size)
     # CHANGE 1: start the processes; they meet in a file, so no port has to be free
     with tempfile.TemporaryDirectory() as folder:
-        init_method = f"file://{folder}/rendezvous"
-        ranks = mp.spawn(train, (world_size, args, init_method), nprocs=world_size, join=False)
-        try:
+        ranks = mp.spawn(train, (world_size, args, f"file://{folder}/rendezvous"), world_size, join=False)
+        try:  # and pass on how a rank failed, in its own words, without a traceback from here
             while not ranks.join(grace_period=5):
                 pass
-        except mp.ProcessExitedException as error:
-            raise SystemExit(error.exit_code)
-        finally:  # on Ctrl-C too: leave no rank behind
+        except (KeyboardInterrupt, mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+            raise SystemExit(2 if getattr(error, "exit_code", 0) == 2 else str(error).strip() or 130)
+        finally:
             for process in ranks.processes:
                 process.terminate()
 

@@ -26,11 +26,11 @@ def main(argv=None):
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     common.check_args(args, world_size, local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, without a traceback from each
-    device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(local_rank)
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     common.set_up_torch(args)
 
     # -- data ----------------------------------------------------------------------------------------------------------
