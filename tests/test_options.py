@@ -38,7 +38,9 @@ def test_a_bad_value_gets_one_line(main, capsys, monkeypatch, options, value, re
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1
     assert value in err and remedy in err
-    monkeypatch.setenv("RANK", "1")  # rank 0 alone prints it
+    if "no/such" in value:
+        return  # rank 0 alone writes files, so rank 0 alone looks for their folders
+    monkeypatch.setenv("RANK", "1")  # rank 0 alone prints the line
     with pytest.raises(SystemExit, match="2"):
         main(options)
     assert capsys.readouterr().err == ""
