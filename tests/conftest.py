@@ -96,10 +96,10 @@ def run_here(folder, script, *options):
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory):
-    """A folder data set: 53 training and 11 validation images of 16 x 16 pixels in 3 classes."""
+    """A folder data set: 59 training and 11 validation images of 16 x 16 pixels in 3 classes."""
     folder = tmp_path_factory.mktemp("images")
     generator = torch.Generator().manual_seed(0)
-    for split, count in (("train", 53), ("val", 11)):
+    for split, count in (("train", 59), ("val", 11)):
         for index in range(count):
             path = folder / split / f"class{index % 3}" / f"{index:02}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(images):
-    """Options for a run of seconds: 4 steps an epoch, of 12 of the 53 images each."""
+    """Options for a run of seconds: 4 steps an epoch, of 12 of the 59 images each."""
     return ["--data", images, "--image-size", "16", "--batch-size", "12", "--epochs", "2", "--workers", "0"]
 
 
