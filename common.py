@@ -23,7 +23,7 @@ from torchvision import transforms
 from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms.functional import resize
 
-SMALL_IMAGE = 64  # pixels; up to here images are padded and cropped, and the network does not shrink them at once
+SMALL_IMAGE = 64  # pixels; above it folders get random resized crops, and the network has the ImageNet stem
 DEFAULTS = {  # those that --data changes
     "synthetic": {"image_size": 16, "epochs": 4, "batch_size": 64, "weight_decay": 5e-4, "log_every": 10},
     "cifar10": {"image_size": 32, "epochs": 15, "batch_size": 256, "weight_decay": 1e-3, "log_every": 50},
@@ -36,7 +36,9 @@ LEAST = {"image_size": 16, "epochs": 1, "batch_size": 1, "accum": 1, "lr": 0, "w
 # -- ranks and errors --------------------------------------------------------------------------------------------------
 def get_rank():
     """This process's rank; 0 if it runs alone. Before there is a process group, torchrun's environment tells it."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
 
 
 def say(line, file=None):
@@ -49,7 +51,7 @@ def fail(message):
     """End this process: one line on stderr, from rank 0 alone, and exit code 2 (SystemExit)."""
     say(f"error: {message}", file=sys.stderr)
     if dist.is_initialized():
-        dist.destroy_process_group()  # its threads would abort the process otherwise, and with another exit code
+        os._exit(2)  # an orderly exit waits for the other ranks or lets the group's threads abort this process
     raise SystemExit(2)
 
 
@@ -142,8 +144,8 @@ def parse_args(script, argv=None):
         if args.data not in DEFAULTS and get_rank() == 0 and not folder.is_dir():
             fail(f"--data {args.data}: there is no folder {folder}; give a folder that has it, synthetic or cifar10")
     for option, file in (("--checkpoint", args.checkpoint), ("--log-file", args.log_file)):
-        folder = Path(file or ".").parent
-        if file and get_rank() == 0 and (Path(file).is_dir() or not os.access(folder, os.W_OK)):
+        need = os.R_OK if args.eval_only and file == args.checkpoint else os.W_OK
+        if file and get_rank() == 0 and (Path(file).is_dir() or not os.access(Path(file).parent, need)):
             fail(f"{option} {file}: give the name of a file in a folder that exists and can be written to")
     args.script = script
     return args
@@ -159,6 +161,8 @@ def check_args(args, world_size, local_world_size, gpus_per_process=1):
     bf16 = gpus > 0 and torch.cuda.is_bf16_supported(including_emulation=False)
     if args.precision == "auto":
         args.precision = "bf16" if bf16 else "fp32"
+    if dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) != world_size:
+        fail(f"{args.script} is one process to start with: use python, not torchrun")
     if gpus and local_world_size > gpus:
         fail(f"{local_world_size} processes need {local_world_size} GPUs, and there are {gpus}: use "
              f"--nproc_per_node={gpus}, or put CUDA_VISIBLE_DEVICES= in front of the command to train on the CPU")
@@ -342,8 +346,7 @@ def loader_options(args, dataset):
     """Arguments for the DataLoader of a data set."""
     if isinstance(dataset, ImagesInMemory):  # gives whole batches, which are on the device
         return {"collate_fn": lambda batch: batch}
-    gpu = torch.cuda.is_available()
-    return {"num_workers": args.workers, "persistent_workers": args.workers > 0, "pin_memory": gpu}
+    return dict(num_workers=args.workers, persistent_workers=args.workers > 0, pin_memory=torch.cuda.is_available())
 
 
 # -- model -------------------------------------------------------------------------------------------------------------
@@ -400,11 +403,8 @@ def learning_rate(args, step, steps_per_epoch):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """Evaluate the bare model on the images in loader: under DDP this rank's share, of any size.
-
-    Returns, on every rank alike, val_loss (mean cross-entropy), val_top1 and val_top5 (0 to 1; val_top5 is over
-    min(5, classes)) and val_images (how many were evaluated).
-    """
+    """Evaluate the bare model on the images in loader: under DDP this rank's share, of any size. Returns, on every rank
+    alike, val_loss (mean cross-entropy), val_top1 and val_top5 (0 to 1, over min(5, classes)) and val_images (a count)."""
     if dist.is_initialized():
         for buffer in model.buffers():  # BatchNorm statistics differ between ranks; rank 0's are the ones saved
             dist.broadcast(buffer, src=0)
@@ -443,6 +443,8 @@ def load_checkpoint(args, model, optimizer, scaler):
     Weights, momentum, scaler state and the epochs done come from the file, hyper-parameters from the command line.
     Returns the range of epochs left to train. Raises SystemExit (code 2), on all ranks, if the file cannot be used.
     """
+    # Fused SGD leaves its momentum uninitialised if an fp16 overflow makes it skip the very first step.
+    optimizer.state.update({weight: {"momentum_buffer": torch.zeros_like(weight)} for weight in model.parameters()})
     if not (args.resume or args.eval_only):
         return range(1, args.epochs + 1)
     received = [None]

@@ -24,7 +24,7 @@ def main(argv=None):
     shuffle = torch.Generator()
     sampler = RandomSampler(train_set, generator=shuffle)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
-    val_loader = DataLoader(val_set, args.batch_size, sampler=range(len(val_set)), **options)
+    val_loader = DataLoader(val_set, args.batch_size // args.accum, sampler=range(len(val_set)), **options)
 
     # -- model ---------------------------------------------------------------------------------------------------------
     model = common.build_model(args, num_classes=len(train_set.classes))

@@ -37,7 +37,7 @@ def train(rank, world_size, args, init_method):  # CHANGE 1: mp.spawn calls this
     share = args.batch_size // world_size
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True, **options)
-    val_loader = DataLoader(val_set, share, sampler=range(rank, len(val_set), world_size), **options)
+    val_loader = DataLoader(val_set, share // args.accum, sampler=range(rank, len(val_set), world_size), **options)
 
     # -- model ---------------------------------------------------------------------------------------------------------
     model = common.build_model(args, num_classes=len(train_set.classes))

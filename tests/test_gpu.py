@@ -85,7 +85,7 @@ torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**3
 import single_gpu
 single_gpu.main(sys.argv[1:])
 """
-    options = in_folder(tmp_path, map(str, [*tiny, "--epochs", 10, "--precision", "fp16", "--norm", "group"]))
+    options = in_folder(tmp_path, map(str, [*tiny, "--epochs", 10, "--precision", "fp16", "--norm", "group", "--deterministic"]))
     done = execute([sys.executable, "-c", code, ROOT, *options], tmp_path, env=WITH_GPUS)
     run = Run(tmp_path, done.returncode, done.stdout, done.stderr)
     assert run.code == 0, run.err
@@ -122,7 +122,7 @@ def test_more_processes_than_gpus_get_one_line(tmp_path):
     assert done.stderr.count("\n") == 1 and f"--nproc_per_node={GPUS}" in done.stderr and "CUDA_VISIBLE_DEVICES=" in done.stderr
 
 
-def test_syncbatchnorm_needs_a_process_per_gpu(gpu_run):
+def test_syncbatchnorm_in_one_process_is_batchnorm(gpu_run):
     run = gpu_run("ddp_torchrun.py", "--norm", "sync", "--precision", "fp32")
     batch = gpu_run("single_gpu.py", "--norm", "batch", "--precision", "fp32")
     assert run.losses[0] == pytest.approx(batch.losses[0], abs=1e-4)

@@ -29,7 +29,7 @@ BAD = [
 
 @pytest.fixture(params=SCRIPTS)
 def main(request, monkeypatch):
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": 1}.items():
         if request.param == "ddp_torchrun.py":
             monkeypatch.setenv(name, str(value))
     return importlib.import_module(request.param.removesuffix(".py")).main
@@ -42,8 +42,8 @@ def test_a_bad_value_gets_one_line(main, capsys, monkeypatch, options, value, re
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1
     assert value in err and remedy in err
-    if "no/such" in value:
-        return  # rank 0 alone writes files, so rank 0 alone looks for their folders
+    if main is not ddp_torchrun.main or "no/such" in value:
+        return  # one process; or rank 0 alone looks for a folder, since it alone writes
     monkeypatch.setenv("RANK", "1")  # rank 0 alone prints the line
     with pytest.raises(SystemExit, match="2"):
         main(options)
@@ -57,6 +57,14 @@ def test_help_shows_every_option_on_a_page(main, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 70
     assert all(len(line) <= 100 for line in lines)
+
+
+def test_a_single_process_script_under_torchrun_says_what_to_type(capsys, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
+        single_gpu.main([])
+    assert "use python, not torchrun" in capsys.readouterr().err
 
 
 def test_torchruns_script_without_torchrun_says_what_to_type(capsys, monkeypatch):

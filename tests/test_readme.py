@@ -52,8 +52,13 @@ def test_the_defaults_that_help_names_are_the_real_ones():
     args = common.parse_args("single_gpu.py", [])
     for name, text in options():
         value, told = getattr(args, name[2:].rstrip(",").replace("-", "_")), re.search(r"\(([^()]*)\)$", text)
-        if value and value is not True and told and "GPUs" not in told[1]:
-            assert str(value) in told[1].replace("5e-4", "0.0005") or float(re.search(r"[\d.]+", told[1])[0]) == value, name
+        if value and value is not True and told and not re.search("GPUs|synthetic", told[1]):
+            assert str(value) in told[1] or float(re.search(r"[\d.]+", told[1])[0]) == value, name
+    texts = dict(options())
+    for data, defaults in common.DEFAULTS.items():
+        for option in ("image_size", "epochs", "weight_decay"):
+            told = re.search(rf"([\d.e-]+) {data}", texts["--" + option.replace("_", "-")])[1]
+            assert float(told) == defaults[option], option
 
 
 def test_commands_use_real_options_and_real_files():
