@@ -403,8 +403,8 @@ def learning_rate(args, step, steps_per_epoch):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """Evaluate the bare model on the images in loader: under DDP this rank's share, of any size. Returns, on every rank
-    alike, val_loss (mean cross-entropy), val_top1 and val_top5 (0 to 1, over min(5, classes)) and val_images (a count)."""
+    """Evaluate the bare model on the images in loader: under DDP this rank's share, of any size. Returns, on all ranks
+    alike, val_loss (mean cross-entropy), val_top1 and val_top5 (0 to 1, over min(5, classes)) and their val_images."""
     if dist.is_initialized():
         for buffer in model.buffers():  # BatchNorm statistics differ between ranks; rank 0's are the ones saved
             dist.broadcast(buffer, src=0)
