@@ -6,7 +6,6 @@ import os
 import pickle
 import sys
 import tempfile
-import textwrap
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +20,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy, interpolate, pad
 from torchvision import transforms
 from torchvision.datasets import CIFAR10, ImageFolder
-from torchvision.transforms.functional import resize
 
 SMALL_IMAGE = 64  # pixels; above it folders get random resized crops, and the network has the ImageNet stem
 DEFAULTS = {  # those that --data changes
@@ -70,7 +68,7 @@ def fail_together(what):
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
-        message = textwrap.shorten(f"{what}: {error}", 300)  # one line
+        message = " ".join(f"{what}: {error}".split())[:300]  # one line
     if messages := list(filter(None, gather(message))):
         fail(messages[0])
 
@@ -203,7 +201,7 @@ class ImagesInMemory(torch.utils.data.Dataset):
     def __init__(self, images, labels, classes, args, device, train):
         self.classes, self.seed, self.size = classes, args.seed, args.image_size
         if images.shape[1] != self.size:
-            images = resize(images.permute(0, 3, 1, 2), [self.size, self.size]).permute(0, 2, 3, 1)
+            images = transforms.functional.resize(images.permute(0, 3, 1, 2), [self.size, self.size]).permute(0, 2, 3, 1)
         self.margin = self.size // 8 if train else 0
         self.images, self.labels = pad(images, (0, 0) + 4 * (self.margin,)).to(device), labels.to(device)
         self.rows = self.columns = torch.arange(self.size, device=device).expand(len(labels), -1)
@@ -360,20 +358,22 @@ class Classifier(nn.Module):
     def __init__(self, net, mean, std, autocast_dtype):
         super().__init__()
         self.net, self.autocast_dtype = net, autocast_dtype
-        self.register_buffer("mean", 255 * torch.tensor(mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("std", 255 * torch.tensor(std).view(3, 1, 1), persistent=False)
+        # Padded to 16 bytes: nn.DataParallel sends all buffers in one piece, and cuDNN wants those that follow aligned.
+        self.register_buffer("mean", 255 * torch.tensor([*mean, 0]), persistent=False)
+        self.register_buffer("std", 255 * torch.tensor([*std, 1]), persistent=False)
 
     def forward(self, images):
         images = images.to(self.mean.dtype, memory_format=torch.channels_last)
         with torch.autocast(images.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
-            logits = self.net((images - self.mean) / self.std)
+            logits = self.net((images - self.mean[:3, None, None]) / self.std[:3, None, None])
         return logits.to(self.mean.dtype)
 
 
 def build_model(args, num_classes):
     """The model, on the CPU. To train your own network (from float [B, 3, H, W] to logits), change this function."""
     norm_layer = {"batch": nn.BatchNorm2d, "sync": nn.SyncBatchNorm, "group": partial(nn.GroupNorm, 32)}[args.norm]
-    net = torchvision.models.get_model(args.model, num_classes=num_classes, norm_layer=norm_layer)
+    net = torchvision.models.get_model(args.model, num_classes=num_classes, norm_layer=norm_layer,
+                                       zero_init_residual=args.image_size > SMALL_IMAGE)  # Goyal et al. 2017, section 5.1
     if args.image_size <= SMALL_IMAGE:  # the ImageNet stem would shrink a small image to a quarter at once
         net.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
         nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")

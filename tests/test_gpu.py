@@ -25,6 +25,16 @@ dataparallel.main(sys.argv[1:])
 print(sorted(dtypes))
 """
 
+TWO_RANKS_ON_ONE_GPU = """
+import sys, torch
+import common, ddp_torchrun
+check, start = common.check_args, torch.distributed.init_process_group
+common.check_args = lambda args, world_size, local_world_size: check(args, world_size, local_world_size=1)
+torch.cuda.set_device = lambda device: None
+torch.distributed.init_process_group = lambda backend, **named: start("gloo", **named)  # NCCL refuses a shared GPU
+ddp_torchrun.main(sys.argv[1:])
+"""
+
 
 @pytest.fixture(scope="module")
 def gpu_run(tmp_path_factory, tiny):
@@ -122,8 +132,14 @@ def test_more_processes_than_gpus_get_one_line(tmp_path):
     assert done.stderr.count("\n") == 1 and f"--nproc_per_node={GPUS}" in done.stderr and "CUDA_VISIBLE_DEVICES=" in done.stderr
 
 
-def test_syncbatchnorm_in_one_process_is_batchnorm(gpu_run):
-    run = gpu_run("ddp_torchrun.py", "--norm", "sync", "--precision", "fp32")
-    batch = gpu_run("single_gpu.py", "--norm", "batch", "--precision", "fp32")
-    assert run.losses[0] == pytest.approx(batch.losses[0], abs=1e-4)
-    assert run.checkpoint["net"].keys() == batch.checkpoint["net"].keys()
+def test_syncbatchnorm_over_two_ranks_is_the_batchnorm_of_one_process(gpu_run, tmp_path, tiny):
+    script = ROOT / "ddp_torchrun.py"
+    if GPUS == 1:
+        (script := tmp_path / "two_ranks.py").write_text(TWO_RANKS_ON_ONE_GPU)
+    options = in_folder(tmp_path, map(str, [*tiny, "--norm", "sync", "--precision", "fp64"]))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, *options]
+    done = execute([sys.executable, *command], tmp_path, env={**WITH_GPUS, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    two_ranks, one_process = Run(tmp_path, 0, done.stdout, done.stderr), gpu_run("single_gpu.py", "--precision", "fp64")
+    assert largest_difference(two_ranks, one_process) < 1e-10
+    assert two_ranks.losses == pytest.approx(one_process.losses, abs=1e-10)
