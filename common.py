@@ -521,8 +521,9 @@ class Log:
 
     def end_epoch(self, result):
         """Note what the epoch's training came to, and what `evaluate` returned after it."""
-        seconds, train_loss = self.line_ended - self.epoch_started, self.epoch_loss / self.steps_per_epoch
+        seconds, eval_seconds = self.line_ended - self.epoch_started, time.perf_counter() - self.line_ended
         peak = max((torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count())), default=0)
         peak = over_ranks(peak / 2**20, device=self.device, op=dist.ReduceOp.MAX)[0]
-        self.write("epoch", epoch=self.epoch, train_loss=train_loss, **result, seconds=seconds,
-                   images_per_s=self.steps_per_epoch * self.args.batch_size / seconds, peak_memory_mb=peak or None)
+        self.write("epoch", epoch=self.epoch, train_loss=self.epoch_loss / self.steps_per_epoch, **result, seconds=seconds,
+                   images_per_s=self.steps_per_epoch * self.args.batch_size / seconds, peak_memory_mb=peak or None,
+                   eval_seconds=eval_seconds)
