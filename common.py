@@ -3,11 +3,10 @@ import argparse
 import json
 import math
 import os
-import pickle
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -119,13 +118,12 @@ def parse_args(script, argv=None):
     add("--compile", nargs="?", const="default", choices=modes, metavar="MODE", help="torch.compile the training (off)")
     add("--workers", type=int, help="loader processes per training process (CPUs / processes)")
     add("--deterministic", action="store_true", help="the same bits in every run, at some cost on a GPU")
-    add = parser.add_argument_group("checkpoints and log").add_argument
+    add = parser.add_argument_group("checkpoints, log and processes").add_argument
     add("--checkpoint", default="checkpoint.pt", help="file, written after each epoch (checkpoint.pt)")
     add("--resume", action="store_true", help="continue from --checkpoint if it is there")
     add("--eval-only", action="store_true", help="evaluate --checkpoint and exit")
     add("--log-every", type=int, help="steps between lines (50, 10 synthetic)")
     add("--log-file", help="file for the same records as JSON lines; appended to with --resume")
-    add = parser.add_argument_group("processes").add_argument
     add("--timeout", type=int, default=600, help="seconds until a silent peer ends the job (600; heeded by ddp_*.py)")
     add("--nproc-per-node", "--nproc_per_node", type=int, default=torch.cuda.device_count() or 2, metavar="N",
         help="processes to start (GPUs, or 2 on a CPU; heeded by ddp_spawn.py, torchrun has its own)")
@@ -201,7 +199,7 @@ class ImagesInMemory(torch.utils.data.Dataset):
     def __init__(self, images, labels, classes, args, device, train):
         self.classes, self.seed, self.size = classes, args.seed, args.image_size
         if images.shape[1] != self.size:
-            images = transforms.functional.resize(images.permute(0, 3, 1, 2), [self.size, self.size]).permute(0, 2, 3, 1)
+            images = transforms.functional.resize(images.permute(0, 3, 1, 2), [self.size] * 2).permute(0, 2, 3, 1)
         self.margin = self.size // 8 if train else 0
         self.images, self.labels = pad(images, (0, 0) + 4 * (self.margin,)).to(device), labels.to(device)
         self.rows = self.columns = torch.arange(self.size, device=device).expand(len(labels), -1)
@@ -220,13 +218,8 @@ class ImagesInMemory(torch.utils.data.Dataset):
     def __getitems__(self, indices):
         """A batch, on the device: images uint8 [B, 3, size, size], channels last in memory, and labels int64 [B]."""
         index = torch.tensor(indices).to(self.images.device, non_blocking=True)
-        rows, columns = self.rows[index], self.columns[index]
-        images = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
+        images = self.images[index[:, None, None], self.rows[index][:, :, None], self.columns[index][:, None, :]]
         return images.permute(0, 3, 1, 2), self.labels[index]
-
-    def __getitem__(self, index):
-        images, labels = self.__getitems__([index])
-        return images[0], labels[0]
 
 
 class Folder(ImageFolder):
@@ -281,11 +274,11 @@ def load_image(path):
 
 def build_transform(size, train):
     """From a PIL image to a uint8 tensor [3, size, size], augmented for training."""
-    middle = [transforms.Resize(size if size <= SMALL_IMAGE else size * 256 // 224), transforms.CenterCrop(size)]
-    crop = [transforms.RandomResizedCrop(size)]
-    if size <= SMALL_IMAGE:
-        crop = [*middle, transforms.RandomCrop(size, padding=size // 8)]
-    steps = [*crop, transforms.RandomHorizontalFlip()] if train else middle
+    steps = [transforms.Resize(size if size <= SMALL_IMAGE else size * 256 // 224), transforms.CenterCrop(size)]
+    if train and size <= SMALL_IMAGE:
+        steps += [transforms.RandomCrop(size, padding=size // 8), transforms.RandomHorizontalFlip()]
+    elif train:
+        steps = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
     return transforms.Compose([*steps, transforms.PILToTensor()])
 
 
@@ -314,7 +307,7 @@ def download_cifar10(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             CIFAR10(temporary, download=True)
-            if not target.is_dir():  # another machine that shares this disk may have been faster
+            with suppress(OSError):  # another machine that shares this disk was faster
                 os.rename(Path(temporary, CIFAR10.base_folder), target)
 
 
@@ -344,7 +337,14 @@ def loader_options(args, dataset):
     """Arguments for the DataLoader of a data set."""
     if isinstance(dataset, ImagesInMemory):  # gives whole batches, which are on the device
         return {"collate_fn": lambda batch: batch}
-    return dict(num_workers=args.workers, persistent_workers=args.workers > 0, pin_memory=torch.cuda.is_available())
+    return dict(num_workers=args.workers, persistent_workers=args.workers > 0, pin_memory=torch.cuda.is_available(),
+                worker_init_fn=exit_if_orphaned)
+
+
+def exit_if_orphaned(worker):
+    """End a loader worker whose process was killed while it started: torch's own watch would not notice, for ever."""
+    if os.getppid() != torch.multiprocessing.parent_process().pid:
+        os._exit(1)
 
 
 # -- model -------------------------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def build_model(args, num_classes):
     """The model, on the CPU. To train your own network (from float [B, 3, H, W] to logits), change this function."""
     norm_layer = {"batch": nn.BatchNorm2d, "sync": nn.SyncBatchNorm, "group": partial(nn.GroupNorm, 32)}[args.norm]
     net = torchvision.models.get_model(args.model, num_classes=num_classes, norm_layer=norm_layer,
-                                       zero_init_residual=args.image_size > SMALL_IMAGE)  # Goyal et al. 2017, section 5.1
+                                       zero_init_residual=args.image_size > SMALL_IMAGE)  # Goyal et al. 2017, 5.1
     if args.image_size <= SMALL_IMAGE:  # the ImageNet stem would shrink a small image to a quarter at once
         net.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
         nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
@@ -453,8 +453,8 @@ def load_checkpoint(args, model, optimizer, scaler):
             try:
                 received[0] = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
                 received[0]["net"], received[0]["optimizer"], received[0]["epoch"], received[0]["args"]["model"]
-            except (EOFError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
-                raise ValueError("damaged, or not a checkpoint of these scripts") from error
+            except Exception as error:  # a damaged file makes torch.load raise nearly anything
+                raise error if isinstance(error, OSError) else ValueError("damaged, or no checkpoint of these scripts")
     if dist.is_initialized():
         dist.broadcast_object_list(received, src=0)
     checkpoint = received[0]
@@ -524,6 +524,6 @@ class Log:
         seconds, eval_seconds = self.line_ended - self.epoch_started, time.perf_counter() - self.line_ended
         peak = max((torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count())), default=0)
         peak = over_ranks(peak / 2**20, device=self.device, op=dist.ReduceOp.MAX)[0]
-        self.write("epoch", epoch=self.epoch, train_loss=self.epoch_loss / self.steps_per_epoch, **result, seconds=seconds,
-                   images_per_s=self.steps_per_epoch * self.args.batch_size / seconds, peak_memory_mb=peak or None,
-                   eval_seconds=eval_seconds)
+        self.write("epoch", epoch=self.epoch, train_loss=self.epoch_loss / self.steps_per_epoch, **result,
+                   seconds=seconds, images_per_s=self.steps_per_epoch * self.args.batch_size / seconds,
+                   peak_memory_mb=peak or None, eval_seconds=eval_seconds)

@@ -9,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from torchvision.transforms.functional import to_pil_image
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["single_gpu.py", "dataparallel.py", "ddp_spawn.py", "ddp_torchrun.py"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 EXACT = ["--norm", "group", "--precision", "fp64"]  # with these the strategies agree to rounding
 GPUS = torch.cuda.device_count()
 WITH_GPUS = dict(os.environ)
@@ -67,25 +70,76 @@ def in_folder(folder, options):
 
 def launch(folder, script, *options, processes=2, env=None, spy=False):
     """Run a script as a user does, with its checkpoint and its log in folder. spy: let tests/spy.py watch it."""
-    command = [sys.executable]
-    if script == "ddp_torchrun.py":
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += [ROOT / "tests" / "spy.py", folder, script] if spy else [ROOT / script]
-    done = execute([*command, *in_folder(folder, options)], folder, env=env)
+    watched = [ROOT / "tests" / "spy.py", folder, script] if spy else [ROOT / script]
+    starter = [*TORCHRUN, "--standalone", f"--nproc-per-node={processes}"] if script == "ddp_torchrun.py" else [sys.executable]
+    done = execute([*starter, *watched, *in_folder(folder, options)], folder, env=env)
     return Run(folder, done.returncode, done.stdout, done.stderr)
 
 
+class Started:
+    """A command started in a process group of its own, SIGINT at its default. Its output goes to files in folder."""
+
+    def __init__(self, command, folder, env=None, ignore_sigint=False):
+        self.mark, self.folder, self.number = f"MARK_OF_THIS_TEST={uuid.uuid4()}", Path(folder), uuid.uuid4().hex[:8]
+        handler = signal.SIG_IGN if ignore_sigint else signal.SIG_DFL
+        with open(self.path("out"), "w") as out, open(self.path("err"), "w") as err:
+            self.process = subprocess.Popen(
+                list(map(str, command)), cwd=folder, env={**(env or os.environ), **dict([self.mark.split("=")])}, stdout=out,
+                stderr=err, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, handler))
+
+    def path(self, stream):
+        return self.folder / f"{self.number}.{stream}"
+
+    def out(self):
+        return self.path("out").read_text()
+
+    def err(self):
+        return self.path("err").read_text()
+
+    def alive(self, *words):
+        """Process ids of all that runs of it, grandchildren in other process groups too; with these words in their environment."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if all(word.encode() in (folder / "environ").read_bytes() for word in (self.mark, *words)):
+                    if "\nState:\tZ" not in (folder / "status").read_text():
+                        found.append(int(folder.name))
+            except OSError:
+                pass  # it ended meanwhile, or is another user's
+        return found
+
+    def wait_for(self, condition, seconds):
+        """Whether condition() comes true in time."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if condition():
+                return True
+            time.sleep(0.05)
+        return False
+
+    def wait_until_printed(self, words):
+        assert self.wait_for(lambda: words in self.out() or self.process.poll() is not None, 120) and words in self.out(), self.err()
+
+    def ends_within(self, seconds):
+        """Whether the command and all that it started are gone in time."""
+        return self.wait_for(lambda: self.process.poll() is not None and not self.alive(), seconds)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        while pids := self.alive():
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+            time.sleep(0.05)
+
+
 def execute(command, folder, env=None, timeout=300):
-    """Run a command in a process group of its own, which is gone when this returns. SIGINT is at its default."""
-    process = subprocess.Popen(
-        list(map(str, command)), cwd=folder, env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    """Run a command to its end; nothing of it is left when this returns."""
+    with Started(command, folder, env) as started:
+        code = started.process.wait(timeout)
+        return subprocess.CompletedProcess(command, code, started.out(), started.err())
 
 
 def run_here(folder, script, *options):

@@ -1,14 +1,10 @@
 """All four scripts take the same options, and a bad value gets one line and exit code 2 before anything starts."""
-import argparse
 import importlib
 
-import common
 import ddp_torchrun
 import pytest
 import single_gpu
-import torch
 from conftest import SCRIPTS, launch
-from torchvision.transforms.functional import to_pil_image
 
 BAD = [
     (["--model", "resnet19"], "resnet19", "resnet18"), (["--batch-size", "0"], "--batch-size 0", "1"),
@@ -72,48 +68,6 @@ def test_torchruns_script_without_torchrun_says_what_to_type(capsys, monkeypatch
     with pytest.raises(SystemExit, match="2"):
         ddp_torchrun.main([])
     assert "torchrun --nproc_per_node=2 ddp_torchrun.py" in capsys.readouterr().err
-
-
-def save_image(path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    to_pil_image(torch.zeros(3, 16, 16, dtype=torch.uint8)).save(path)
-
-
-@pytest.mark.parametrize("fault, named", [
-    ("too few images", "--batch-size 3"), ("no class folders", "train"), ("empty class", "train/b"), ("unknown class", "val/c"),
-    ("empty validation", "val")])
-def test_what_only_the_data_tell_gets_one_line_too(tmp_path, capsys, fault, named):
-    save_image(tmp_path / "data/train/a/1.png")
-    save_image(tmp_path / "data/train/a/2.png")
-    save_image(tmp_path / "data/val/a/1.png")
-    if fault == "no class folders":
-        (tmp_path / "data/train").rename(tmp_path / "data/old")
-        (tmp_path / "data/train/.hidden").mkdir(parents=True)
-    if fault == "empty class":
-        (tmp_path / "data/train/b").mkdir()
-    if fault == "unknown class":
-        save_image(tmp_path / "data/val/c/1.png")
-    if fault == "empty validation":
-        (tmp_path / "data/val/a/1.png").unlink()
-    with pytest.raises(SystemExit, match="2"):
-        single_gpu.main(["--data", str(tmp_path / "data"), "--batch-size", "3", "--image-size", "16"])
-    err = capsys.readouterr().err
-    assert named in err and err.count("\n") == 1
-
-
-def test_a_class_that_val_lacks_keeps_trains_numbers(tmp_path):
-    for name in ("train/a/1.png", "train/b/1.png", "train/c/1.png", "val/c/1.png"):
-        save_image(tmp_path / name)
-    args = argparse.Namespace(data=str(tmp_path), image_size=16, seed=0, batch_size=1)
-    train_set, val_set = common.build_datasets(args, torch.device("cpu"))
-    assert train_set.classes == val_set.classes == ["a", "b", "c"]
-    assert val_set[0][1] == 2
-
-
-def test_a_broken_image_is_named(tmp_path):
-    (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8\xff not a photograph")
-    with pytest.raises(RuntimeError, match="broken.jpg"):
-        common.load_image(tmp_path / "broken.jpg")
 
 
 @pytest.mark.slow
