@@ -127,7 +127,7 @@ def parse_args(script, argv=None):
     add("--timeout", type=int, default=600, help="seconds until a silent peer ends the job (600; heeded by ddp_*.py)")
     add("--nproc-per-node", "--nproc_per_node", type=int, default=torch.cuda.device_count() or 2, metavar="N",
         help="processes to start (GPUs, or 2 on a CPU; heeded by ddp_spawn.py, torchrun has its own)")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, argparse.Namespace(script=script))
 
     for option, value in DEFAULTS.get(args.data, DEFAULTS["folder"]).items():
         if getattr(args, option) is None:
@@ -143,7 +143,6 @@ def parse_args(script, argv=None):
         need = os.R_OK if args.eval_only and file == args.checkpoint else os.W_OK
         if file and get_rank() == 0 and (Path(file).is_dir() or not os.access(Path(file).parent, need)):
             fail(f"{option} {file}: give the name of a file in a folder that exists and can be written to")
-    args.script = script
     return args
 
 
@@ -215,11 +214,13 @@ class ImagesInMemory(torch.utils.data.Dataset):
     def __len__(self):
         return len(self.labels)
 
-    def __getitems__(self, indices):
-        """A batch, on the device: images uint8 [B, 3, size, size], channels last in memory, and labels int64 [B]."""
-        index = torch.tensor(indices).to(self.images.device, non_blocking=True)
-        images = self.images[index[:, None, None], self.rows[index][:, :, None], self.columns[index][:, None, :]]
-        return images.permute(0, 3, 1, 2), self.labels[index]
+    def __getitem__(self, index):
+        """One image or a list of them, on the device: uint8 [..., 3, size, size], channels last; labels [...]."""
+        index = torch.tensor(index).to(self.images.device, non_blocking=True)
+        rows, columns = self.rows[index].unsqueeze(-1), self.columns[index].unsqueeze(-2)
+        return self.images[index[..., None, None], rows, columns].movedim(-1, -3), self.labels[index]
+
+    __getitems__ = __getitem__  # a DataLoader then asks for a whole batch at once
 
 
 class Folder(ImageFolder):

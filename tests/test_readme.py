@@ -5,7 +5,8 @@ import re
 import subprocess
 
 import pytest
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT, SCRIPTS, launch
+from torch.distributed.run import get_args_parser
 
 import common
 
@@ -62,11 +63,48 @@ def test_the_defaults_that_help_names_are_the_real_ones():
 
 
 def test_commands_use_real_options_and_real_files():
-    known = {name.rstrip(",") for name, _ in options()} | {"--nproc_per_node", "--standalone"}
+    known = {name.rstrip(",") for name, _ in options()}
     text = re.sub(MARK.format(".*?"), "", README.read_text(), flags=re.DOTALL)
-    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) <= known
+    for arguments in re.findall(r"(?:single_gpu|dataparallel|ddp_spawn|ddp_torchrun)\.py((?: +[^\s`|]+)*)", text):
+        assert set(re.findall(r"(?<!\S)--[a-z][\w-]*", arguments)) <= known, arguments
+    torchruns = {name for action in get_args_parser()._actions for name in action.option_strings}
+    others = {"--gpus", "--ipc", "--shm-size"}  # docker's
+    text = re.sub("^#SBATCH.*$", "", text, flags=re.MULTILINE)
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) <= known | torchruns | others
     assert all((ROOT / name).exists() for name in re.findall(r"`?((?:tests/)?\w+\.(?:py|txt))\b", text))
     assert all(script in text for script in SCRIPTS)
+
+
+def test_the_tests_that_it_names_exist():
+    sources = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    named = re.findall(r"`(?:tests/(test_\w+\.py)::)?(test_\w+)`", README.read_text())
+    assert len(named) > 30
+    for file, test in named:
+        assert f"def {test}(" in (sources[file] if file else "".join(sources.values())), test
+
+
+def test_the_examples_fit_the_files_that_they_change():
+    text = re.sub(MARK.format(".*?"), "", README.read_text(), flags=re.DOTALL)
+    examples = re.findall(r"```diff\n--- (\S+)\n.*?\n(@@.*?)```", text, flags=re.DOTALL)
+    assert len(examples) == 3
+    for file, hunks in examples:
+        for hunk in re.split(r"^@@.*\n", hunks, flags=re.MULTILINE)[1:]:
+            old = "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] != "+")
+            assert (ROOT / file).read_text().count(old) == 1, old
+
+
+@pytest.mark.slow
+def test_the_table_of_losses_is_that_of_a_real_run(tmp_path):
+    text = README.read_text()
+    options = re.search(r"losses below are from `(--norm group [^`]*)`", text)[1].split()
+    rows = re.findall(r"^\| (\d+)" + r" \| (\d\.\d{14})" * 4 + r" \|$", text, re.MULTILINE)
+    assert rows
+    for column, script in enumerate(SCRIPTS, start=1):
+        (folder := tmp_path / script).mkdir()
+        records = launch(folder, script, *options).records("step")
+        losses = {record["step"]: record["loss"] for record in records}
+        for row in rows:
+            assert losses[int(row[0])] == pytest.approx(float(row[column]), abs=1e-8)
 
 
 def test_ci_runs_the_readmes_test_command():
