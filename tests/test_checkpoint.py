@@ -92,16 +92,16 @@ def test_a_finished_run_says_so_and_evaluates(run, tiny, tmp_path, capsys):
     assert again.records("step") == []
 
 
-def test_resume_without_a_file_starts_anew_and_says_so(run, tiny, tmp_path, capsys):
-    fresh = run_here(tmp_path, "single_gpu.py", *map(str, tiny), *EXACT, "--resume")
+def test_resume_without_a_file_starts_anew_and_says_so(tiny, tmp_path, capsys):
+    fresh = run_here(tmp_path, "single_gpu.py", *map(str, tiny), "--epochs", "1", "--resume")
     assert "starts anew" in capsys.readouterr().out
-    assert same_bits(fresh, run("single_gpu.py", *EXACT))
+    assert fresh.checkpoint["epoch"] == 1
 
 
-def test_without_resume_an_old_file_is_replaced(run, tiny, tmp_path):
-    copy_of(run("single_gpu.py", *EXACT, "--seed", 1), tmp_path)
-    fresh = run_here(tmp_path, "single_gpu.py", *map(str, tiny), *EXACT)
-    assert same_bits(fresh, run("single_gpu.py", *EXACT))
+def test_without_resume_an_old_file_is_replaced(tiny, tmp_path):
+    (tmp_path / "checkpoint.pt").write_bytes(b"damaged, but nobody reads it")
+    fresh = run_here(tmp_path, "single_gpu.py", *map(str, tiny), "--epochs", "1")
+    assert fresh.checkpoint["epoch"] == 1
 
 
 @pytest.mark.parametrize("content, options", [

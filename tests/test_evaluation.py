@@ -40,7 +40,7 @@ def alone():
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_sums_are_exact_for_any_size_and_the_same_on_every_rank(alone, world_size, tmp_path):
     with mp.Manager() as manager:
         results = manager.dict()

@@ -53,7 +53,7 @@ def kill_while_saving(training, times):
 
 
 def test_a_kill_while_saving_leaves_a_file_that_loads(training):
-    kill_while_saving(training, times=8)
+    kill_while_saving(training, times=5)
 
 
 @pytest.mark.slow

@@ -34,8 +34,9 @@ def test_training_changes_the_model_and_seeds_differ(run):
     assert len(set(single.losses)) == len(single.losses) == 8
 
 
-def test_on_data_in_memory_and_in_float32_the_first_steps_loss_agrees(run):
-    options = ["--norm", "group", "--data", "synthetic", "--batch-size", 512, "--epochs", 1]
+@pytest.mark.parametrize("data", [(), pytest.param(("--data", "synthetic", "--batch-size", 512), marks=pytest.mark.slow)], ids=str)
+def test_in_float32_the_first_steps_loss_agrees(run, data):
+    options = ["--norm", "group", *data, "--epochs", 1]
     single, ranks = run("single_gpu.py", *options), run("ddp_spawn.py", *options)
     assert ranks.losses[0] == pytest.approx(single.losses[0], abs=1e-6)
     assert ranks.losses[1] == pytest.approx(single.losses[1], abs=1e-3)
