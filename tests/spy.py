@@ -1,8 +1,8 @@
 """Runs a script and notes what its processes do: spy.py FOLDER SCRIPT [options of the script]
 
 Nothing that it watches is replaced: it notes the images read, the gradients sent and the weights after each step, the
-all-reduces of each evaluation, who writes checkpoints, and what random numbers each rank has. FOLDER/rank<N>.json holds the
-notes of a process, FOLDER/epoch<N>.pt the checkpoint as it was after each epoch.
+all-reduces of each evaluation, who writes checkpoints, what random numbers each rank has and what memory of each GPU it
+took. FOLDER/rank<N>.json holds the notes of a process, FOLDER/epoch<N>.pt the checkpoint as it was after each epoch.
 """
 import hashlib
 import importlib
@@ -91,5 +91,6 @@ after(common, "save_checkpoint", note_save)
 after(dist, "all_reduce", note_all_reduce)
 after(script, "DistributedDataParallel", note_wrapper)
 script.main(sys.argv[3:])
+notes["gpu_memory"] = [torch.cuda.max_memory_reserved(gpu) for gpu in range(torch.cuda.device_count())]
 (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(notes))
 os._exit(0)  # a communication hook in Python can make gloo's threads abort the interpreter's own exit

@@ -106,7 +106,8 @@ def test_without_resume_an_old_file_is_replaced(tiny, tmp_path):
 
 @pytest.mark.parametrize("content, options", [
     (b"", []), (b"not a checkpoint", []), ("truncated", []), ({"epoch": 1}, []),
-    ("whole", ["--norm", "batch"]), ("whole", ["--model", "resnet34"]), ("whole", ["--image-size", "65"])], ids=str)
+    ("whole", ["--norm", "batch"]), ("whole", ["--model", "resnet34"]), ("whole", ["--image-size", "65"]),
+    ("whole", ["--data", "synthetic"])], ids=str)  # of 10 classes; the file is of 3
 def test_a_file_that_cannot_be_used_is_named_in_one_line(run, tiny, tmp_path, capsys, content, options):
     path = tmp_path / "checkpoint.pt"
     whole = (run("single_gpu.py", *EXACT).folder / "checkpoint.pt").read_bytes()

@@ -143,3 +143,14 @@ def test_syncbatchnorm_over_two_ranks_is_the_batchnorm_of_one_process(gpu_run, t
     two_ranks, one_process = Run(tmp_path, 0, done.stdout, done.stderr), gpu_run("single_gpu.py", "--precision", "fp64")
     assert largest_difference(two_ranks, one_process) < 1e-10
     assert two_ranks.losses == pytest.approx(one_process.losses, abs=1e-10)
+
+
+@pytest.mark.gpu(2)
+def test_each_rank_trains_on_a_gpu_of_its_own_over_nccl(gpu_run, tmp_path, tiny):
+    for more in ([], ["--epochs", "3", "--resume"]):
+        ranks = launch(tmp_path, "ddp_torchrun.py", *map(str, tiny), *EXACT, *more, env=WITH_GPUS, spy=True)
+        assert ranks.code == 0, ranks.err
+        assert ("2 of 3 epochs are trained" in ranks.out) == bool(more)
+        for rank, note in enumerate(ranks.notes):
+            assert [gpu for gpu, memory in enumerate(note["gpu_memory"]) if memory] == [rank]
+        assert more or largest_difference(ranks, gpu_run("single_gpu.py", *EXACT)) < 1e-10
