@@ -98,7 +98,7 @@ def parse_args(script, argv=None):
     add = parser.add_argument_group("data and model").add_argument
     add("--data", default="synthetic", help="synthetic, cifar10, or a folder with train/CLASS/, val/CLASS/ (synthetic)")
     add("--data-dir", default="./data", help="where cifar10 lies or is downloaded to (./data)")
-    add("--image-size", type=int, help="pixels: 16 synthetic, 32 cifar10, 224 folder")
+    add("--image-size", type=int, help="pixels, with a small-image stem up to 64: 16 synthetic, 32 cifar10, 224 folder")
     add("--model", default="resnet18", choices=resnets, metavar="NAME", help="any torchvision ResNet (resnet18)")
     add("--norm", default="batch", choices=["batch", "sync", "group"], help="batch: statistics per device and "
         "micro-batch; sync: SyncBatchNorm, on GPUs; group: no batch statistics, so all strategies agree (batch)")
@@ -115,7 +115,7 @@ def parse_args(script, argv=None):
     add = parser.add_argument_group("speed").add_argument
     add("--precision", default="auto", choices=["auto", "fp64", "fp32", "bf16", "fp16"],
         help="auto: bf16 where the GPU has it, else fp32; fp16: with a loss scaler; fp64: to prove equality (auto)")
-    add("--compile", nargs="?", const="default", choices=modes, metavar="MODE", help="torch.compile the training (off)")
+    add("--compile", nargs="?", const="default", choices=modes, metavar="MODE", help="torch.compile: %(choices)s (off)")
     add("--workers", type=int, help="loader processes per training process (CPUs / processes)")
     add("--deterministic", action="store_true", help="the same bits in every run, at some cost on a GPU")
     add = parser.add_argument_group("checkpoints, log and processes").add_argument
@@ -162,7 +162,7 @@ def check_args(args, world_size, local_world_size, gpus_per_process=1):
         fail(f"{local_world_size} processes need {local_world_size} GPUs, and there are {gpus}: use "
              f"--nproc_per_node={gpus}, or put CUDA_VISIBLE_DEVICES= in front of the command to train on the CPU")
     if args.batch_size % shares:
-        fail(f"--batch-size {args.batch_size} does not divide by {world_size} processes x --accum {args.accum}: "
+        fail(f"--batch-size {args.batch_size} is not divisible by {world_size} processes x --accum {args.accum}: "
              f"use {math.ceil(args.batch_size / shares) * shares}")
     if args.norm == "sync" and (not gpus or gpus_per_process > 1):
         fail(f"--norm sync needs a GPU, and one process for each; {args.script} here has none: use --norm group")

@@ -127,7 +127,7 @@ def main():
                 batch = common.parse_args(script, options).batch_size * (devices if args.weak else 1)
                 figures = run(script, devices, [*options, f"--batch-size={batch}"])
             figures["of the bare step"] = figures["images/s"] / ceiling
-            cells = [f"{figures[column]:{form}}" if column in figures else "" for column, form in COLUMNS.items()]
+            cells = [f"{figures[column]:{form}}" if figures.get(column) else "" for column, form in COLUMNS.items()]
             print(f"| {name} | {script} | {devices} | {' | '.join(cells)} |", flush=True)
             rows.append({"what": name, "script": script, "devices": devices, **figures})
     if args.json:

@@ -20,16 +20,16 @@ def real_diff(old, new):
 
 
 def options():
-    """For each option of the parser: its name, its default and what --help says of it."""
+    """For each option of the parser: its name, its choices and what --help says of it."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit), pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "500")
         common.parse_args("single_gpu.py", ["--help"])
-    return [(name, text) for name, text in re.findall(r"^  (--\S+).*?\s{2,}(\S.*)$", out.getvalue(), re.MULTILINE)]
+    return re.findall(r"^  (--[\w-]+) ?({.*?})?.*?\s{2,}(\S.*)$", out.getvalue(), re.MULTILINE)
 
 
 def real_options():
-    rows = "".join(f"| `{name.rstrip(',')}` | {text} |\n" for name, text in options())
-    return f"| option | meaning (default) |\n|---|---|\n{rows}"
+    rows = "".join(f"| `{name}` | {choices[1:-1].replace(',', ', ')} | {text} |\n" for name, choices, text in options())
+    return f"| option | choices | meaning (default) |\n|---|---|---|\n{rows}"
 
 
 def generated():
@@ -46,16 +46,16 @@ def test_what_is_generated_is_up_to_date(name):
 
 def test_every_option_stands_in_the_table():
     args = vars(common.parse_args("single_gpu.py", []))
-    assert {name[2:].rstrip(",").replace("-", "_") for name, _ in options()} == args.keys() - {"script"}
+    assert {name[2:].replace("-", "_") for name, *_ in options()} == args.keys() - {"script"}
 
 
 def test_the_defaults_that_help_names_are_the_real_ones():
     args = common.parse_args("single_gpu.py", [])
-    for name, text in options():
-        value, told = getattr(args, name[2:].rstrip(",").replace("-", "_")), re.search(r"\(([^()]*)\)$", text)
+    for name, _, text in options():
+        value, told = getattr(args, name[2:].replace("-", "_")), re.search(r"\(([^()]*)\)$", text)
         if value and value is not True and told and not re.search("GPUs|synthetic", told[1]):
             assert str(value) in told[1] or float(re.search(r"[\d.]+", told[1])[0]) == value, name
-    texts = dict(options())
+    texts = {name: text for name, _, text in options()}
     for data, defaults in common.DEFAULTS.items():
         for option in ("image_size", "epochs", "weight_decay"):
             told = re.search(rf"([\d.e-]+) {data}", texts["--" + option.replace("_", "-")])[1]
@@ -63,12 +63,12 @@ def test_the_defaults_that_help_names_are_the_real_ones():
 
 
 def test_commands_use_real_options_and_real_files():
-    known = {name.rstrip(",") for name, _ in options()}
+    known = {name for name, *_ in options()}
     text = re.sub(MARK.format(".*?"), "", README.read_text(), flags=re.DOTALL)
     for arguments in re.findall(r"(?:single_gpu|dataparallel|ddp_spawn|ddp_torchrun)\.py((?: +[^\s`|]+)*)", text):
         assert set(re.findall(r"(?<!\S)--[a-z][\w-]*", arguments)) <= known, arguments
     torchruns = {name for action in get_args_parser()._actions for name in action.option_strings}
-    others = {"--gpus", "--ipc", "--shm-size"}  # docker's
+    others = {"--gpus", "--ipc", "--shm-size", "--network"}  # docker's
     text = re.sub("^#SBATCH.*$", "", text, flags=re.MULTILINE)
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) <= known | torchruns | others
     assert all((ROOT / name).exists() for name in re.findall(r"`?((?:tests/)?\w+\.(?:py|txt))\b", text))
