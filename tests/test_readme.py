@@ -96,7 +96,7 @@ def test_the_examples_fit_the_files_that_they_change():
 @pytest.mark.slow
 def test_the_table_of_losses_is_that_of_a_real_run(tmp_path):
     text = README.read_text()
-    options = re.search(r"losses below are from `(--norm group [^`]*)`", text)[1].split()
+    options = re.search(r"losses\s+below are from `(--norm group [^`]*)`", text)[1].split()
     rows = re.findall(r"^\| (\d+)" + r" \| (\d\.\d{14})" * 4 + r" \|$", text, re.MULTILINE)
     assert rows
     for column, script in enumerate(SCRIPTS, start=1):
