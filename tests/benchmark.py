@@ -1,6 +1,6 @@
 """Measures the scripts as a user runs them, each in processes of its own, and prints a Markdown table.
 
-    python tests/benchmark.py [--data-dir DIR] [--folder DIR] [--json FILE]
+    python tests/benchmark.py [--data-dir DIR] [--folder DIR] [--only NAME] [--json FILE]
 
 On a CPU it takes about two minutes. With GPUs it trains on CIFAR-10, which --data-dir holds or takes the download of,
 and on --folder, a folder of photographs with train/ and val/, if one is given. The ceiling of each row group is the
@@ -109,6 +109,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", default="./data", help="where CIFAR-10 lies or is downloaded to (./data)")
     parser.add_argument("--folder", help="a folder of photographs with train/CLASS/ and val/CLASS/")
+    parser.add_argument("--only", default="", help="measure the workloads that have this in their name")
     parser.add_argument("--weak", action="store_true", help="let the global batch grow with the number of GPUs")
     parser.add_argument("--json", help="file for the same figures")
     args = parser.parse_args()
@@ -118,6 +119,8 @@ def main():
     print(f"{machine}\n\n| what | script | devices | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 3)}|", flush=True)
     rows = []
     for name, options in workloads(args).items():
+        if args.only not in name:
+            continue
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             ceiling = pool.submit(bare_step, options).result()
         for script, devices in [("bare step", 1), *strategies()]:
