@@ -28,6 +28,7 @@ DEFAULTS = {  # those that --data changes
 }
 LEAST = {"image_size": 16, "epochs": 1, "batch_size": 1, "accum": 1, "lr": 0, "warmup_epochs": 0, "weight_decay": 0,
          "label_smoothing": 0, "seed": 0, "workers": 0, "log_every": 1, "timeout": 1, "nproc_per_node": 1}
+REDUCED = []  # kept for a while: with torch 2.6 a gloo thread that must free one itself can hang the process at its end
 
 
 # -- ranks and errors --------------------------------------------------------------------------------------------------
@@ -77,6 +78,7 @@ def over_ranks(*values, device, op=dist.ReduceOp.SUM):
     reduced = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
     if dist.is_initialized():
         dist.all_reduce(reduced, op)
+        REDUCED[:] = [*REDUCED[-99:], reduced]
     return reduced.tolist()
 
 
@@ -350,11 +352,8 @@ def exit_if_orphaned(worker):
 
 # -- model -------------------------------------------------------------------------------------------------------------
 class Classifier(nn.Module):
-    """From uint8 images [B, 3, H, W] to logits [B, classes]: float32, or float64 if the network is.
-
-    Converting here moves a quarter of the bytes to the device. Autocast is here because the threads of nn.DataParallel
-    do not inherit the dtype of one that stands outside.
-    """
+    """From uint8 images [B, 3, H, W] to logits [B, classes]: float32, or float64 if the network is. It converts, which
+    moves a quarter of the bytes, and autocasts, as nn.DataParallel's threads do not inherit the dtype from outside."""
 
     def __init__(self, net, mean, std, autocast_dtype):
         super().__init__()

@@ -251,3 +251,28 @@ def test_a_host_name_that_cannot_be_resolved_does_no_harm(tiny, tmp_path):
         words = [*map(str, [*command, *tiny, "--epochs", 1, "--nproc-per-node", 2, "--checkpoint", tmp_path / "checkpoint.pt"])]
         done = execute(["unshare", "--uts", "sh", "-c", 'hostname nowhere.invalid && exec "$@"', "sh", *words], tmp_path)
         assert done.returncode == 0, done.stderr
+
+
+LEAVE_THE_GROUP = """
+import sys, tempfile, torch, torch.distributed as dist
+import common
+def train(init_method):
+    dist.init_process_group("gloo", init_method, world_size=1, rank=0)
+    model = torch.nn.Linear(2, 2)
+    train_model = torch.nn.parallel.DistributedDataParallel(model)
+    train_model(torch.ones(1, 2)).sum().backward()
+    for _ in range(3):
+        common.over_ranks(1.0, device="cpu")
+    dist.destroy_process_group()
+with tempfile.TemporaryDirectory() as folder:
+    for attempt in range(500):
+        train(f"file://{folder}/rendezvous{attempt}")
+print("left")
+"""
+
+
+@slow
+def test_a_process_that_leaves_its_group_does_not_wait_for_a_tensor_of_its_own(tmp_path):
+    """With torch 2.6, and without what over_ranks keeps, it hangs within 100 attempts."""
+    done = execute([sys.executable, "-c", LEAVE_THE_GROUP], tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
