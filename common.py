@@ -28,7 +28,7 @@ DEFAULTS = {  # those that --data changes
 }
 LEAST = {"image_size": 16, "epochs": 1, "batch_size": 1, "accum": 1, "lr": 0, "warmup_epochs": 0, "weight_decay": 0,
          "label_smoothing": 0, "seed": 0, "workers": 0, "log_every": 1, "timeout": 1, "nproc_per_node": 1}
-REDUCED = []  # kept for a while: with torch 2.6 a gloo thread that must free one itself can hang the process at its end
+REDUCED = []  # tensors kept a while: with torch 2.6 a gloo thread that has to free one can hang a process at its end
 
 
 # -- ranks and errors --------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def parse_args(script, argv=None):
     add("--resume", action="store_true", help="continue from --checkpoint if it is there")
     add("--eval-only", action="store_true", help="evaluate --checkpoint and exit")
     add("--log-every", type=int, help="steps between lines (50, 10 synthetic)")
-    add("--log-file", help="file for the same records as JSON lines; appended to with --resume")
+    add("--log-file", help="file for the same records as JSON lines; appended to with --resume or --eval-only")
     add("--timeout", type=int, default=600, help="seconds until a silent peer ends the job (600; heeded by ddp_*.py)")
     add("--nproc-per-node", "--nproc_per_node", type=int, default=torch.cuda.device_count() or 2, metavar="N",
         help="processes to start (GPUs, or 2 on a CPU; heeded by ddp_spawn.py, torchrun has its own)")
@@ -139,11 +139,11 @@ def parse_args(script, argv=None):
         if value is not None and not least <= value <= most:
             fail(f"--{option.replace('_', '-')} {value} is out of range: give {least} to {most}")
     for folder in (Path(args.data, "train"), Path(args.data, "val")):
-        if args.data not in DEFAULTS and get_rank() == 0 and not folder.is_dir():
+        if args.data not in ("synthetic", "cifar10") and get_rank() == 0 and not folder.is_dir():
             fail(f"--data {args.data}: there is no folder {folder}; give a folder that has it, synthetic or cifar10")
     for option, file in (("--checkpoint", args.checkpoint), ("--log-file", args.log_file)):
         need = os.R_OK if args.eval_only and file == args.checkpoint else os.W_OK
-        if file and get_rank() == 0 and (Path(file).is_dir() or not os.access(Path(file).parent, need)):
+        if file is not None and get_rank() == 0 and (Path(file).is_dir() or not os.access(Path(file).parent, need)):
             fail(f"{option} {file}: give the name of a file in a folder that exists and can be written to")
     return args
 
@@ -158,7 +158,7 @@ def check_args(args, world_size, local_world_size, gpus_per_process=1):
     bf16 = gpus > 0 and torch.cuda.is_bf16_supported(including_emulation=False)
     if args.precision == "auto":
         args.precision = "bf16" if bf16 else "fp32"
-    if dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) != world_size:
+    if dist.is_torchelastic_launched() and ("spawn" in args.script or os.environ["WORLD_SIZE"] != str(world_size)):
         fail(f"{args.script} is one process to start with: use python, not torchrun")
     if gpus and local_world_size > gpus:
         fail(f"{local_world_size} processes need {local_world_size} GPUs, and there are {gpus}: use "
@@ -167,7 +167,7 @@ def check_args(args, world_size, local_world_size, gpus_per_process=1):
         fail(f"--batch-size {args.batch_size} is not divisible by {world_size} processes x --accum {args.accum}: "
              f"use {math.ceil(args.batch_size / shares) * shares}")
     if args.norm == "sync" and (not gpus or gpus_per_process > 1):
-        fail(f"--norm sync needs a GPU, and one process for each; {args.script} here has none: use --norm group")
+        fail(f"--norm sync needs GPUs, and a process for each of them ({gpus} here): use --norm group")
     if args.precision == "fp16" and not gpus or args.precision == "bf16" and gpus and not bf16:
         fail(f"--precision {args.precision} is not for this device; use fp32")
     if args.compile in ("reduce-overhead", "max-autotune") and args.accum > 1:
@@ -199,7 +199,7 @@ class ImagesInMemory(torch.utils.data.Dataset):
 
     def __init__(self, images, labels, classes, args, device, train):
         self.classes, self.seed, self.size = classes, args.seed, args.image_size
-        if images.shape[1] != self.size:
+        if images.shape[1:3] != (self.size, self.size):
             images = transforms.functional.resize(images.permute(0, 3, 1, 2), [self.size] * 2).permute(0, 2, 3, 1)
         self.margin = self.size // 8 if train else 0
         self.images, self.labels = pad(images, (0, 0) + 4 * (self.margin,)).to(device), labels.to(device)
@@ -325,7 +325,7 @@ def build_datasets(args, device):
             if int(os.environ.get("LOCAL_RANK", get_rank())) == 0:  # one process on each machine
                 download_cifar10(args.data_dir)
     with fail_together(f"--data {args.data}"):
-        if args.data in DEFAULTS:
+        if args.data in ("synthetic", "cifar10"):
             load = synthetic_images if args.data == "synthetic" else cifar10_images
             train_set, val_set = (ImagesInMemory(*load(args, train), args, device, train) for train in (True, False))
         else:
@@ -341,7 +341,7 @@ def loader_options(args, dataset):
     if isinstance(dataset, ImagesInMemory):  # gives whole batches, which are on the device
         return {"collate_fn": lambda batch: batch}
     return dict(num_workers=args.workers, persistent_workers=args.workers > 0, pin_memory=torch.cuda.is_available(),
-                worker_init_fn=exit_if_orphaned)
+                worker_init_fn=exit_if_orphaned if torch.multiprocessing.get_start_method() == "fork" else None)
 
 
 def exit_if_orphaned(worker):

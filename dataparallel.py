@@ -13,7 +13,7 @@ def main(argv=None):
     args = common.parse_args(__file__, argv)
 
     # -- device --------------------------------------------------------------------------------------------------------
-    # CHANGE 1: the one process drives every GPU
+    # CHANGE 1: the one process drives every GPU; checks and log need their number
     common.check_args(args, world_size=1, local_world_size=1, gpus_per_process=torch.cuda.device_count())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     common.set_up_torch(args)
@@ -33,7 +33,7 @@ def main(argv=None):
                                 weight_decay=args.weight_decay, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     epochs = common.load_checkpoint(args, model, optimizer, scaler)
-    # CHANGE 4: each step copies the weights to every GPU, scatters the batch, and gathers the logits on the first one
+    # CHANGE 4: each forward copies the weights to all GPUs, scatters the batch, and gathers the logits on the first one
     train_model = torch.nn.DataParallel(model)  # this name is trained; the bare model is evaluated and saved
     if args.compile:
         train_model = torch.compile(train_model, mode=args.compile)

@@ -47,7 +47,7 @@ def train(rank, world_size, args, init_method):  # CHANGE 1: mp.spawn calls this
                                 weight_decay=args.weight_decay, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     epochs = common.load_checkpoint(args, model, optimizer, scaler)
-    # CHANGE 4: every backward pass averages the gradients over all ranks
+    # CHANGE 4: a backward pass averages the gradients over all ranks, outside no_sync
     train_model = DistributedDataParallel(model)  # this name is trained; the bare model is evaluated and saved
     if args.compile:
         train_model = torch.compile(train_model, mode=args.compile)

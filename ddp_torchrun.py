@@ -50,7 +50,7 @@ def main(argv=None):
                                 weight_decay=args.weight_decay, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     epochs = common.load_checkpoint(args, model, optimizer, scaler)
-    # CHANGE 4: every backward pass averages the gradients over all ranks
+    # CHANGE 4: a backward pass averages the gradients over all ranks, outside no_sync
     train_model = DistributedDataParallel(model)  # this name is trained; the bare model is evaluated and saved
     if args.compile:
         train_model = torch.compile(train_model, mode=args.compile)

@@ -276,3 +276,21 @@ def test_a_process_that_leaves_its_group_does_not_wait_for_a_tensor_of_its_own(t
     """With torch 2.6, and without what over_ranks keeps, it hangs within 100 attempts."""
     done = execute([sys.executable, "-c", LEAVE_THE_GROUP], tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=200)
     assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
+
+
+FORK_SERVER = """
+import multiprocessing, sys
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    import single_gpu
+    single_gpu.main(sys.argv[1:])
+"""
+
+
+@slow
+def test_loader_workers_of_a_fork_server_are_no_orphans(run, tiny, tmp_path):
+    """Python 3.14 starts processes so: a worker's parent is then not the process that it works for."""
+    options = in_folder(tmp_path, map(str, [*tiny, "--workers", 1]))
+    done = execute([sys.executable, "-c", FORK_SERVER, *options], tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert same_bits(Run(tmp_path, 0, done.stdout, done.stderr), run("single_gpu.py", "--workers", 1))

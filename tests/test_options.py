@@ -3,7 +3,6 @@ import importlib
 
 import ddp_torchrun
 import pytest
-import single_gpu
 from conftest import SCRIPTS, launch
 
 BAD = [
@@ -19,6 +18,7 @@ BAD = [
     (["--workers", "-1"], "--workers -1", "0"), (["--seed", "-1"], "--seed -1", "0"), (["--timeout", "0"], "--timeout 0", "1"),
     (["--log-every", "0"], "--log-every 0", "1"), (["--nproc-per-node", "0"], "--nproc-per-node 0", "1"),
     (["--data", "no/such/folder"], "no/such/folder/train", "synthetic"), (["--checkpoint", "no/such/c.pt"], "no/such/c.pt", "folder"),
+    (["--data", "folder"], "folder/train", "cifar10"), (["--checkpoint", ""], "--checkpoint", "name of a file"),
     (["--log-file", "no/such/log"], "no/such/log", "folder"), (["--frobnicate"], "--frobnicate", "--help"),
 ]
 
@@ -38,7 +38,7 @@ def test_a_bad_value_gets_one_line(main, capsys, monkeypatch, options, value, re
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1
     assert value in err and remedy in err
-    if main is not ddp_torchrun.main or "no/such" in value:
+    if main is not ddp_torchrun.main or value.startswith(("no/such", "folder/train", "--checkpoint")):
         return  # one process; or rank 0 alone looks for a folder, since it alone writes
     monkeypatch.setenv("RANK", "1")  # rank 0 alone prints the line
     with pytest.raises(SystemExit, match="2"):
@@ -55,11 +55,12 @@ def test_help_shows_every_option_on_a_page(main, capsys, monkeypatch):
     assert all(len(line) <= 100 for line in lines)
 
 
-def test_a_single_process_script_under_torchrun_says_what_to_type(capsys, monkeypatch):
+@pytest.mark.parametrize("script", SCRIPTS[:3])
+def test_a_single_process_script_under_torchrun_says_what_to_type(capsys, monkeypatch, script):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="2"):
-        single_gpu.main([])
+        importlib.import_module(script.removesuffix(".py")).main([])
     assert "use python, not torchrun" in capsys.readouterr().err
 
 
