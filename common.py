@@ -341,7 +341,7 @@ def loader_options(args, dataset):
     if isinstance(dataset, ImagesInMemory):  # gives whole batches, which are on the device
         return {"collate_fn": lambda batch: batch}
     return dict(num_workers=args.workers, persistent_workers=args.workers > 0, pin_memory=torch.cuda.is_available(),
-                worker_init_fn=exit_if_orphaned if torch.multiprocessing.get_start_method() == "fork" else None)
+                worker_init_fn=None if torch.multiprocessing.get_start_method() == "forkserver" else exit_if_orphaned)
 
 
 def exit_if_orphaned(worker):
