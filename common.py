@@ -345,7 +345,7 @@ def loader_options(args, dataset):
 
 
 def exit_if_orphaned(worker):
-    """End a loader worker whose process was killed while it started: torch's own watch would not notice, for ever."""
+    """End a worker whose process died while it started; torch cannot see it. (A fork server's have another parent.)"""
     if os.getppid() != torch.multiprocessing.parent_process().pid:
         os._exit(1)
 

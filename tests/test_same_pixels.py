@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import EXACT
 from torch.utils.data import DataLoader
+from torchvision.transforms.functional import crop, hflip, pad, resize
 
 BATCH, TRAIN = 12, 59  # as in conftest's data set
 
@@ -97,7 +98,6 @@ def test_pixels_depend_on_seed_epoch_and_index_alone(images, build):
 
 def test_a_batch_from_memory_is_padded_cropped_and_flipped(images):
     """The gather against torchvision's own pad, crop and flip: each image is one of the 5 x 5 x 2 possible ones."""
-    from torchvision.transforms.functional import crop, hflip, pad
     dataset = in_memory(images)
     originals = common.synthetic_images(argparse.Namespace(image_size=16), True)[0].permute(0, 3, 1, 2)
     dataset.set_epoch(3)
@@ -113,6 +113,14 @@ def test_a_batch_from_memory_is_padded_cropped_and_flipped(images):
     assert len(found) > 10
     assert labels.tolist() == [index % 10 for index in range(30)]
     assert batch.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("height, width", [(16, 24), (24, 16), (24, 24)])
+def test_images_in_memory_of_another_shape_are_resized(height, width):
+    images = torch.randint(256, (3, height, width, 3), dtype=torch.uint8)
+    dataset = common.ImagesInMemory(images, torch.arange(3), "abc", argparse.Namespace(image_size=16, seed=0),
+                                    torch.device("cpu"), train=False)
+    assert torch.equal(dataset[[0, 1, 2]][0], resize(images.permute(0, 3, 1, 2), [16, 16]))
 
 
 def test_validation_images_are_not_augmented(worlds, images):
